@@ -1,0 +1,207 @@
+"""What can be known to fail before any weight is read: one ValueError, one line, that names the value and the fix."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from accelerate.utils.dataclasses import get_module_class_from_name
+
+import utils
+
+
+@dataclass
+class FsdpSettings:
+    """The FSDP part of the Accelerate config, as `accelerate launch` passes it on (or as torchrun users export it)."""
+
+    version: int
+    sharding_strategy: str
+    offload_params: bool
+    use_orig_params: bool
+    state_dict_type: str
+    activation_checkpointing: bool
+    layer_classes: list[str]
+
+    @property
+    def name(self) -> str:
+        return f"FSDP{self.version}"
+
+    @classmethod
+    def from_environment(cls) -> "FsdpSettings | None":
+        """None unless FSDP was asked for (ACCELERATE_USE_FSDP=true)."""
+        if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
+            return None
+
+        def flag(name: str) -> bool:
+            return os.environ.get(name, "false").lower() in ("true", "1", "yes")
+
+        version = os.environ.get("FSDP_VERSION", "1")
+        if version not in ("1", "2"):
+            raise ValueError(f"fsdp_version: {version} in the Accelerate config must be 1 or 2")
+        return cls(
+            version=int(version),
+            sharding_strategy=os.environ.get("FSDP_SHARDING_STRATEGY", "FULL_SHARD"),
+            offload_params=flag("FSDP_OFFLOAD_PARAMS"),
+            use_orig_params=flag("FSDP_USE_ORIG_PARAMS"),
+            state_dict_type=os.environ.get(
+                "FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT" if version == "2" else "FULL_STATE_DICT"
+            ),
+            activation_checkpointing=flag("FSDP_ACTIVATION_CHECKPOINTING"),
+            layer_classes=[c for c in os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "").split(",") if c],
+        )
+
+
+def check_processes(use_cpu: bool, fsdp: FsdpSettings | None) -> None:
+    """Stop a launch that would become N independent runs, one process where several were asked for, or DDP for FSDP.
+
+    Needs nothing but the environment, so it can run before the process group exists.
+    """
+    world, local_world = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    accelerators = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    on_cpu = use_cpu or os.environ.get("ACCELERATE_USE_CPU", "false").lower() == "true"
+    if "WORLD_SIZE" not in os.environ:
+        if fsdp is not None:
+            raise ValueError(
+                "the environment asks for FSDP (ACCELERATE_USE_FSDP=true) but this is a single process without a launcher: "
+                "use `accelerate launch --config_file CONFIG train.py` or torchrun"
+            )
+        if "MASTER_PORT" in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ:
+            raise ValueError(
+                "several processes were asked for but Accelerate started one: on CPU use an Accelerate config with "
+                "distributed_type FSDP or MULTI_GPU (not MULTI_CPU, --cpu or NO) and pass --use_cpu True to train.py"
+            )
+    if not on_cpu and accelerators == 0 and (world > 1 or fsdp is not None):
+        raise ValueError(
+            f"{world} processes were launched but this machine has no accelerator: each would train alone and overwrite the "
+            "others' output; add --use_cpu True after train.py to rehearse on the CPU"
+        )
+    if on_cpu and not use_cpu and world > 1:
+        raise ValueError("the Accelerate config says use_cpu: true; say it to train.py as well: add --use_cpu True")
+    if not on_cpu and local_world > accelerators > 0:
+        raise ValueError(
+            f"{local_world} processes on a machine with {accelerators} device(s): set --num_processes {accelerators} "
+            "(num_processes in the Accelerate config), one process per device"
+        )
+
+
+def check_world(num_processes: int) -> None:
+    """Raise unless the process group has as many processes as the launcher started. After `PartialState` exists."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if num_processes != world:
+        raise ValueError(
+            f"the launcher started {world} processes but this run sees {num_processes}: they would train alone and "
+            "overwrite each other's output; check distributed_type and use_cpu in the Accelerate config"
+        )
+
+
+def check_quantization(model_args, fsdp: FsdpSettings | None, config) -> None:
+    """4-bit and 8-bit flags against each other, the checkpoint, LoRA and FSDP."""
+    four, eight = model_args.use_4bit_quantization, model_args.use_8bit_quantization
+    if four and eight:
+        raise ValueError("--use_4bit_quantization True and --use_8bit_quantization True exclude each other: choose one")
+    if (four or eight) and not model_args.use_peft_lora:
+        raise ValueError("quantised weights cannot be trained: set --use_peft_lora True or turn quantisation off")
+    if eight and fsdp:
+        raise ValueError(
+            "--use_8bit_quantization True does not work under FSDP, which cannot shard 8-bit integer weights: use "
+            "--use_4bit_quantization True, or 8-bit on one device or with DDP"
+        )
+    storage = model_args.bnb_4bit_quant_storage_dtype
+    if four and fsdp and storage == "uint8":
+        raise ValueError(
+            "--bnb_4bit_quant_storage_dtype uint8 cannot be sharded by FSDP (only floating types can; every rank would hold "
+            "the whole model): use bfloat16"
+        )
+    if four and model_args.dtype not in ("auto", storage):
+        raise ValueError(
+            f"--dtype {model_args.dtype} contradicts --bnb_4bit_quant_storage_dtype {storage}: in a 4-bit model the other "
+            "weights take the storage type; drop --dtype"
+        )
+    if eight and getattr(config, "quantization_config", None) is not None:
+        raise ValueError("--use_8bit_quantization True: the checkpoint is already quantised; give the 16-bit one")
+
+
+def check_precision(model_args, training_args, fsdp: FsdpSettings | None, config) -> None:
+    """Mixed precision against the types of the weights."""
+    four = model_args.use_4bit_quantization
+    storage = model_args.bnb_4bit_quant_storage_dtype
+    if training_args.fp16 and four and storage != "float32":
+        raise ValueError(
+            f"--fp16 True with --bnb_4bit_quant_storage_dtype {storage}: float16 mixed precision needs float32 storage to "
+            "train stably; use --bnb_4bit_quant_storage_dtype float32, or --bf16 True"
+        )
+    weights = getattr(config, "dtype", None) if model_args.dtype == "auto" else getattr(torch, model_args.dtype)
+    if training_args.fp16 and not four and weights in (torch.float16, torch.bfloat16):
+        raise ValueError(
+            f"--fp16 True with {str(weights).removeprefix('torch.')} base weights: float16 mixed precision needs float32 "
+            "weights to train stably; use --dtype float32, or --bf16 True"
+        )
+    if four and fsdp and fsdp.version == 2 and training_args.bf16 and storage not in ("bfloat16",):
+        raise ValueError(
+            f"--bnb_4bit_quant_storage_dtype {storage} with --bf16 True under FSDP2: mixed precision would convert the packed "
+            "4-bit bytes as if they were numbers; use bfloat16 storage"
+        )
+
+
+def check_fsdp(model_args, training_args, fsdp: FsdpSettings | None, config) -> None:
+    """Settings of the Accelerate config that contradict the arguments or the model."""
+    if fsdp is None:
+        return
+    if fsdp.version == 1 and fsdp.use_orig_params and model_args.use_peft_lora:
+        parameters = sum(p.numel() for p in utils.meta_model(config, training_args.trust_remote_code).parameters())
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        raise ValueError(
+            "fsdp_use_orig_params: true in the Accelerate config loses LoRA's memory saving under FSDP1: every unit mixes "
+            "trained and frozen weights, so gradients are allocated for the frozen ones too, here "
+            f"{parameters * 2 / world / 2**30:.2g} GiB per rank in 16 bit ({parameters / 1e9:.3g}B parameters on {world} ranks); "
+            "set fsdp_use_orig_params: false"
+        )
+    if fsdp.activation_checkpointing and training_args.gradient_checkpointing:
+        raise ValueError(
+            "activation checkpointing is asked for twice: drop fsdp_activation_checkpointing from the Accelerate config, or "
+            "pass --gradient_checkpointing False"
+        )
+    optimizer = str(training_args.optim.value if hasattr(training_args.optim, "value") else training_args.optim)
+    if "8bit" in optimizer or "paged" in optimizer or "bnb" in optimizer:
+        raise ValueError(
+            f"--optim {optimizer} has no sharded state under FSDP (FSDP2 fails at the first step, FSDP1 when it saves a "
+            "checkpoint): use --optim adamw_torch_fused; LoRA's optimizer state is small anyway"
+        )
+    if fsdp.layer_classes:
+        model = utils.meta_model(config, training_args.trust_remote_code)
+        for name in fsdp.layer_classes:
+            if get_module_class_from_name(model, name) is None:
+                raise ValueError(
+                    f"fsdp_transformer_layer_cls_to_wrap: {name} is not a module of this {config.model_type} model; its "
+                    f"layers are {', '.join(sorted(model._no_split_modules or ['unknown']))}: name those, or drop the key"
+                )
+
+
+def check_files(training_args) -> None:
+    """The output folder and the checkpoint to resume from."""
+    folder = Path(training_args.output_dir)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--output_dir {folder} is a file: name a folder")
+    parent = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    if not os.access(parent, os.W_OK):
+        raise ValueError(f"--output_dir {folder} cannot be written: {parent} is read-only for this user")
+    checkpoint = training_args.resume_from_checkpoint
+    if checkpoint and not Path(checkpoint).is_dir():
+        raise ValueError(
+            f"--resume_from_checkpoint {checkpoint} does not exist: name a checkpoint-N folder, or True for the last"
+        )
+
+
+def check_launch(model_args, training_args, fsdp: FsdpSettings | None, config) -> None:
+    """Every check that needs the arguments, the Accelerate config and the model's `config.json`, and no weights."""
+    check_quantization(model_args, fsdp, config)
+    check_precision(model_args, training_args, fsdp, config)
+    check_fsdp(model_args, training_args, fsdp, config)
+    check_files(training_args)
+    utils.attention_implementation(model_args.use_flash_attn, training_args.use_cpu)
+    if model_args.use_peft_lora:
+        if not 0 <= model_args.lora_dropout < 1 or model_args.lora_r < 1:
+            raise ValueError(
+                f"--lora_r {model_args.lora_r} --lora_dropout {model_args.lora_dropout}: r >= 1, 0 <= dropout < 1"
+            )
+        utils.check_target_modules(model_args.lora_target_modules, utils.meta_model(config, training_args.trust_remote_code))

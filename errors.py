@@ -1,0 +1,45 @@
+"""One line for each mistake a user can make, printed once, with a non-zero exit on every rank."""
+
+import contextlib
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+
+# How long the other ranks wait for the main process to print the same mistake and end the run. The launcher stops
+# them as soon as it has; only a mistake that the main process does not share (a file missing on one node) outlasts it.
+OTHER_RANKS_WAIT_SECONDS = 15
+
+
+def fail(message: str) -> None:
+    """Print `message` as one line on stderr, once for the whole run, and exit with status 1."""
+    rank = int(os.environ.get("RANK", "0"))
+    where = ""
+    if rank != 0:
+        time.sleep(OTHER_RANKS_WAIT_SECONDS)
+        where = f" (rank {rank} only)"
+    print(f"error{where}: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    # Not `sys.exit`: a rank that is inside a failed collective, or holds a process group others still use, can hang in
+    # the interpreter's clean-up, and the launcher would wait for it.
+    sys.stdout.flush()
+    os._exit(1)
+
+
+@contextlib.contextmanager
+def one_line_errors():
+    """Turn an error about what the user asked for into one line; `TRACEBACK=1` shows the whole traceback instead.
+
+    Covers the stages before training, where a ValueError, OSError or ImportError speaks of an argument, a file or a
+    package. One raised by a library also names the place, since its text was not written for this script.
+    """
+    try:
+        yield
+    except (ValueError, OSError, ImportError) as error:
+        if os.environ.get("TRACEBACK") == "1":
+            raise
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        here = Path(__file__).resolve().parent
+        ours = Path(frame.filename).resolve().parent == here
+        place = "" if ours else f" [{type(error).__name__} in {Path(frame.filename).name}:{frame.lineno}]"
+        fail(f"{error}{place}")

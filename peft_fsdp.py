@@ -1,0 +1,85 @@
+"""What PEFT and TRL need changed to train under FSDP: one function for each cause, with the condition for removing it."""
+
+import torch
+import torch.distributed as dist
+from peft.tuners.trainable_tokens import TrainableTokensLayer
+from peft.utils.other import TrainableTokensWrapper
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial
+
+
+def keep_lora_input_dtype(model: nn.Module) -> int:
+    """Stop PEFT's layers from casting their input to the adapter's dtype; autocast does it. Returns the layers changed.
+
+    PEFT casts the input to `lora_A.weight.dtype`. Under FSDP1 with mixed precision that is float32 while the unit is
+    sharded and bfloat16 once it is gathered, so the forward saves float32 and non-reentrant checkpointing recomputes
+    bfloat16: CheckpointError at the first step. For every PEFT layer type that casts, not only LoRA's Linear.
+    Remove when PEFT decides by the autocast dtype (peft 0.21 `BaseTunerLayer._cast_input_dtype`).
+    """
+    layers = [module for module in model.modules() if hasattr(module, "cast_input_dtype_enabled")]
+    for layer in layers:
+        layer.cast_input_dtype_enabled = False
+    return len(layers)
+
+
+def restore_fp32_masters(model: nn.Module) -> int:
+    """Put trained 16-bit parameters back to float32 for the optimizer. Returns how many.
+
+    TRL 1.16 casts a QLoRA adapter to bfloat16; AdamW then updates bfloat16 weights, and a step smaller than 1/256 of a
+    weight is lost. FSDP and autocast compute in bfloat16 either way. Remove when TRL keeps them (its note: peft#2889).
+    """
+    changed = 0
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
+            parameter.data = parameter.data.float()
+            changed += 1
+    return changed
+
+
+def replicate_token_rows(model: nn.Module) -> list[nn.Module]:
+    """Keep trained token rows out of FSDP1's flat parameters; returns the modules to give it as `ignored_modules`.
+
+    They are a few rows inside an embedding that is frozen, and `use_orig_params: false` cannot flatten frozen and trained
+    weights together. So every rank holds them whole, and a hook averages their gradients as FSDP does for its own.
+    Averaging what is already equal on all ranks changes nothing, so it is also right with gradient accumulation.
+    FSDP2 shards parameters one by one and does not need this.
+    """
+    ignored = [m for name, m in model.named_modules() if name.endswith("trainable_tokens_delta")]
+
+    def average(parameter):
+        dist.all_reduce(parameter.grad)
+        parameter.grad.div_(dist.get_world_size())
+
+    for module in ignored:
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(average)
+    return ignored
+
+
+def open_token_rows_to_the_head(model: nn.Module) -> None:
+    """Let TRL's fused loss read the output embedding when PEFT trains some of its rows.
+
+    TRL 1.16 multiplies by `lm_head.weight` without calling the layer. PEFT's wrapper of it has no `bias`, and under FSDP2
+    the weights are then DTensors that PEFT mixes with plain ones. Remove when TRL calls the head, or PEFT handles DTensors.
+    """
+    for module in model.modules():
+        if isinstance(module, TrainableTokensWrapper):
+            layer = module.token_adapter
+            if isinstance(layer.base_layer, nn.Linear):
+                module.bias = layer.base_layer.bias
+            layer.get_merged_weights = _merged_weights.__get__(layer)
+
+
+def _merged_weights(self: TrainableTokensLayer, active_adapters) -> torch.Tensor:
+    weight = self.base_layer.weight
+    weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
+    for adapter in active_adapters:
+        rows = self.trainable_tokens_delta[adapter]
+        if isinstance(rows, DTensor):
+            # Every rank's gradient covers its own batch: sum them onto the shards, and divide, as FSDP's mean does.
+            full = rows.full_tensor(grad_placements=[Partial()] * rows.device_mesh.ndim)
+            rows = full.detach() + (full - full.detach()) / dist.get_world_size()
+        index = torch.tensor(self.token_indices[adapter], device=weight.device)
+        weight = weight.index_copy(dim=0, index=index, source=rows.to(weight))
+    return weight

@@ -1,0 +1,136 @@
+"""Supervised fine-tuning with LoRA or QLoRA on one device, with DDP or with FSDP: the same code path for all.
+
+    accelerate launch --config_file configs/fsdp_config.yaml train.py --model_name_or_path ID --dataset_name ID [flags]
+    accelerate launch --config_file configs/fsdp2_config.yaml train.py recipe.yaml [flags]
+    python train.py --help
+
+What differs between a laptop rehearsal, one GPU and eight GPUs is the Accelerate config and the flags, never the code.
+"""
+
+import os
+
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # read when huggingface_hub is imported, so before anything else
+
+from accelerate import PartialState
+from peft.utils.other import fsdp_auto_wrap_policy
+from transformers import set_seed
+from transformers.trainer_utils import get_last_checkpoint
+
+import arguments
+import chat
+import checks
+import cpu_fsdp
+import data
+import peft_fsdp
+import sharding
+import utils
+from adapter import AdapterSFTTrainer
+from errors import fail, one_line_errors
+from health import HealthCheck
+
+
+def main(argv: list[str] | None = None) -> AdapterSFTTrainer:
+    with one_line_errors():
+        # Parse. Building the training arguments starts the process group, so the launch is checked around it.
+        command = arguments.parse(argv)
+        fsdp = checks.FsdpSettings.from_environment()
+        checks.check_processes(command.use_cpu, fsdp)
+        notes = cpu_fsdp.enable(command.use_cpu)
+        model_args, data_args, training_args = command.build()
+        checks.check_world(PartialState().num_processes)
+        set_seed(training_args.seed)
+
+        # Check everything that needs no weights.
+        training_args.resume_from_checkpoint = resolve_checkpoint(training_args)
+        chat.check_template_name(model_args.chat_template_format)
+        trust = training_args.trust_remote_code
+        config = utils.load_config(model_args.model_name_or_path, model_args.model_revision, trust)
+        checks.check_launch(model_args, training_args, fsdp, config)
+
+        # Tokenizer and data sets.
+        tokenizer, new_token_ids = chat.prepare_tokenizer(
+            model_args.model_name_or_path, model_args.chat_template_format, model_args.model_revision, trust
+        )
+        with training_args.main_process_first(local=False), training_args.main_process_first(local=True):
+            train_dataset, eval_dataset = prepare_datasets(data_args, training_args, tokenizer)
+
+        # Model and LoRA configuration.
+        model = utils.create_and_prepare_model(model_args, training_args.use_cpu, trust, tokenizer)
+        peft_config = utils.create_peft_config(model_args, new_token_ids, model)
+
+        # Trainer.
+        trainer = AdapterSFTTrainer(
+            model=model,
+            processing_class=tokenizer,
+            args=training_args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            peft_config=peft_config,
+        )
+        peft_fsdp.restore_fp32_masters(trainer.model)
+        peft_fsdp.open_token_rows_to_the_head(trainer.model)
+
+        # Health check: printed once the Trainer has wrapped the model, before the first step.
+        shards = fsdp is None or fsdp.version == 2 or fsdp.sharding_strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "1", "2")
+        trainer.add_callback(HealthCheck(trainer, fsdp and fsdp.name, shards, new_token_ids, notes))
+
+    # With FSDP1, trained and frozen parameters cannot share a unit (use_orig_params is false), so PEFT's policy wraps the
+    # trained ones on their own. FSDP2 shards parameter by parameter and keeps the policy of the Accelerate config.
+    fsdp_plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if peft_config is not None and fsdp_plugin is not None and fsdp_plugin.fsdp_version == 1:
+        fsdp_plugin.auto_wrap_policy = fsdp_auto_wrap_policy(trainer.model)
+        fsdp_plugin.ignored_modules = peft_fsdp.replicate_token_rows(trainer.model) or None
+        if fsdp_plugin.mixed_precision_policy is not None:
+            peft_fsdp.keep_lora_input_dtype(trainer.model)
+
+    # Train, then save: the adapter, complete, whatever fsdp_state_dict_type says.
+    try:
+        trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+    except sharding.NotInForce as error:
+        fail(str(error))
+    trainer.save_model()
+    trainer.save_state()
+    return trainer
+
+
+def prepare_datasets(data_args, training_args, tokenizer):
+    """The tokenised training and evaluation splits; the second is None if `--splits` names one split only."""
+    train, evaluation = data.load_splits(data_args.dataset_name, data_args.splits, data_args.dataset_config_name)
+    if evaluation is None and training_args.eval_strategy != "no":
+        raise ValueError(
+            f"--eval_strategy {training_args.eval_strategy.value} needs a split to evaluate on: name a second one in --splits "
+            f"(now {data_args.splits!r}) or set --eval_strategy no"
+        )
+    options = dict(
+        text_field=training_args.dataset_text_field,
+        num_proc=training_args.dataset_num_proc,
+        add_special_tokens=data_args.add_special_tokens,
+        append_concat_token=data_args.append_concat_token,
+        assistant_only_loss=training_args.assistant_only_loss,
+        completion_only_loss=training_args.completion_only_loss,
+    )
+    names = [name.strip() for name in data_args.splits.split(",")]
+    train = data.tokenize(train, names[0], tokenizer, **options)
+    evaluation = data.tokenize(evaluation, names[1], tokenizer, **options) if evaluation is not None else None
+    # The labels say what is supervised; TRL would ask for columns that are no longer there.
+    training_args.assistant_only_loss, training_args.completion_only_loss = False, None
+    return train, evaluation
+
+
+def resolve_checkpoint(training_args) -> str | None:
+    """`--resume_from_checkpoint`: True or auto is the last checkpoint of the output folder, False is none, else a path."""
+    value = training_args.resume_from_checkpoint
+    if value is None or value.lower() == "false":
+        return None
+    if value.lower() not in ("true", "auto"):
+        return value
+    last = get_last_checkpoint(training_args.output_dir) if os.path.isdir(training_args.output_dir) else None
+    if last is None and value.lower() == "true":
+        raise ValueError(
+            f"--resume_from_checkpoint {value}: no checkpoint-N in {training_args.output_dir}; use auto to start anew"
+        )
+    return last
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""The model, its quantisation, its attention and its LoRA configuration, built from arguments.
+
+Pure functions of what they are given: nothing here reads the command line, and importing this file changes nothing.
+"""
+
+import re
+
+import torch
+from peft import LoraConfig
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
+from transformers.utils import is_kernels_available
+
+FLASH_ATTENTION_KERNEL = "kernels-community/flash-attn2"
+
+
+def load_config(model_name_or_path: str, revision: str | None = None, trust_remote_code: bool = False) -> PretrainedConfig:
+    """The model's `config.json`, the only file needed to check a launch.
+
+    Raises:
+        ValueError: there is none, or it describes no causal language model.
+    """
+    try:
+        return AutoConfig.from_pretrained(model_name_or_path, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"no model at --model_name_or_path {model_name_or_path}: give a Hub id you can reach or a local folder with a "
+            f"config.json ({str(error).splitlines()[0]})"
+        ) from None
+
+
+def meta_model(config: PretrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The model's modules without their weights (on the meta device): names, shapes and classes in about a second."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+
+
+def attention_implementation(use_flash_attn: bool, use_cpu: bool = False) -> str:
+    """What `--use_flash_attn` stands for on this machine: an installed flash-attn, else the hub kernel; never a fallback.
+
+    Raises:
+        ValueError: FlashAttention was asked for and cannot be had.
+    """
+    if not use_flash_attn:
+        return "sdpa"
+    if use_cpu or not torch.cuda.is_available():
+        raise ValueError("--use_flash_attn True needs a CUDA GPU: set --use_flash_attn False to use SDPA here")
+    if _flash_attn_installed():
+        return "flash_attention_2"
+    if is_kernels_available():
+        return FLASH_ATTENTION_KERNEL
+    raise ValueError(
+        "--use_flash_attn True needs a FlashAttention kernel and none is installed: `pip install -r requirements-gpu.txt` "
+        "for flash-attn, or `pip install kernels` for the prebuilt one from the Hub; or set --use_flash_attn False"
+    )
+
+
+def _flash_attn_installed() -> bool:
+    from transformers.utils import is_flash_attn_2_available
+
+    return is_flash_attn_2_available()
+
+
+def quantization_config(
+    use_4bit: bool = False,
+    use_8bit: bool = False,
+    quant_type: str = "nf4",
+    nested: bool = True,
+    compute_dtype: str = "bfloat16",
+    storage_dtype: str = "bfloat16",
+) -> BitsAndBytesConfig | None:
+    """The bitsandbytes configuration, or None. `storage_dtype` packs the 4-bit values; FSDP shards only floating types."""
+    if use_4bit:
+        return BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=quant_type,
+            bnb_4bit_compute_dtype=getattr(torch, compute_dtype),
+            bnb_4bit_use_double_quant=nested,
+            bnb_4bit_quant_storage=getattr(torch, storage_dtype),
+        )
+    return BitsAndBytesConfig(load_in_8bit=True) if use_8bit else None
+
+
+def create_and_prepare_model(model_args, use_cpu: bool, trust_remote_code: bool, tokenizer) -> PreTrainedModel:
+    """Load the base model and make room for the tokenizer's added tokens.
+
+    Base weights keep the checkpoint's type unless `--dtype` says otherwise. A 4-bit model's other weights take the
+    quantisation storage type, because FSDP flattens a unit only if all its frozen weights share one type.
+
+    Returns:
+        The model on CPU, or, if quantised for a GPU, on the device bitsandbytes quantised it on.
+    """
+    quantization = quantization_config(
+        model_args.use_4bit_quantization,
+        model_args.use_8bit_quantization,
+        model_args.bnb_4bit_quant_type,
+        model_args.use_nested_quant,
+        model_args.bnb_4bit_compute_dtype,
+        model_args.bnb_4bit_quant_storage_dtype,
+    )
+    dtype = model_args.dtype
+    if model_args.use_4bit_quantization and model_args.bnb_4bit_quant_storage_dtype != "uint8":
+        dtype = model_args.bnb_4bit_quant_storage_dtype
+    model = AutoModelForCausalLM.from_pretrained(
+        model_args.model_name_or_path,
+        revision=model_args.model_revision,
+        trust_remote_code=trust_remote_code,
+        quantization_config=quantization,
+        attn_implementation=attention_implementation(model_args.use_flash_attn, use_cpu),
+        dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+    )
+    # Never shrink: many checkpoints pad their vocabulary beyond the tokenizer's.
+    if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
+        model.resize_token_embeddings(len(tokenizer))
+    _agree_on_special_tokens(model, tokenizer)
+    return model
+
+
+def _agree_on_special_tokens(model: PreTrainedModel, tokenizer) -> None:
+    # EOS decides where generation stops, so the token the tokenizer ends a turn with has to be among the model's.
+    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    if model.generation_config is not None:
+        known = model.generation_config.eos_token_id
+        known = [known] if isinstance(known, int) else list(known or [])
+        model.generation_config.eos_token_id = [tokenizer.eos_token_id, *(i for i in known if i != tokenizer.eos_token_id)]
+        model.generation_config.pad_token_id = tokenizer.pad_token_id
+
+
+def target_modules(value: str) -> str | list[str]:
+    """`--lora_target_modules` as PEFT takes it: "all-linear", a list of module names, or a regex of full names.
+
+    A value made of names, commas and spaces is a list; any other value is a regex.
+    """
+    if value == "all-linear":
+        return value
+    names = [name.strip() for name in value.split(",") if name.strip()]
+    if names and all(re.fullmatch(r"\w+(\.\w+)*", name) for name in names):
+        return names
+    try:
+        re.compile(value)
+    except re.error as error:
+        raise ValueError(f"--lora_target_modules {value!r} is neither a comma list of names nor a regex ({error})") from None
+    return value
+
+
+def check_target_modules(value: str, model: PreTrainedModel) -> None:
+    """Raise ValueError, naming the model's linear layers, if `--lora_target_modules` matches none of its modules."""
+    targets = target_modules(value)
+    names = [name for name, _ in model.named_modules()]
+    linear = sorted({name.split(".")[-1] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)})
+    if isinstance(targets, list):
+        missing = [t for t in targets if not any(name == t or name.endswith(f".{t}") for name in names)]
+    elif targets == "all-linear":
+        missing = []
+    else:
+        missing = [] if any(re.fullmatch(targets, name) for name in names) else [targets]
+    if missing:
+        raise ValueError(
+            f"--lora_target_modules: {', '.join(missing)} matches no module of the model; it has {', '.join(linear)}"
+        )
+
+
+def create_peft_config(model_args, new_token_ids: list[int], model: PreTrainedModel) -> LoraConfig | None:
+    """The LoRA configuration, or None to train every weight. Rows of added tokens are trained and travel in the adapter."""
+    if not model_args.use_peft_lora:
+        return None
+    token_rows = None
+    if new_token_ids:
+        names = {module: name.split(".")[-1] for name, module in model.named_modules()}
+        embeddings = [model.get_input_embeddings(), model.get_output_embeddings()]
+        tied = embeddings[1] is None or embeddings[0].weight is embeddings[1].weight
+        token_rows = {names[module]: new_token_ids for module in embeddings[: 1 if tied else 2]}
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=model_args.lora_r,
+        lora_alpha=model_args.lora_alpha,
+        lora_dropout=model_args.lora_dropout,
+        target_modules=target_modules(model_args.lora_target_modules),
+        use_rslora=model_args.use_rslora,
+        use_dora=model_args.use_dora,
+        trainable_token_indices=token_rows,
+        bias="none",
+    )
