@@ -146,7 +146,6 @@ NEEDS = [
     (r"lora_.*|use_dora|use_rslora", "use_peft_lora"),
     (r"use_reentrant|gradient_checkpointing_kwargs", "gradient_checkpointing"),
     (r"packing_strategy", "packing"),
-    (r"hub_private_repo|hub_strategy|hub_model_id|hub_always_push", "push_to_hub"),
 ]
 
 # --help, by subject. The first pattern that matches a name decides; the rest is shown last.

@@ -98,3 +98,19 @@ def _let_fsdp1_take_the_cpu_device() -> None:
 
     compute_device._takes_the_cpu_device = True
     _init_utils._get_compute_device = compute_device
+
+
+def keep_4bit_layout(model: torch.nn.Module) -> int:
+    """Stop bitsandbytes from repacking 4-bit weights at their first evaluation on a CPU with AVX512-BF16.
+
+    bitsandbytes 0.50 repacks the weight in place and rewrites its quant_state. A shard is gathered anew for each forward
+    and never stays packed, so the two no longer agree and every evaluation is silently wrong; without FSDP, the frozen
+    weight is no longer what was loaded. Remove when the packed copy is kept beside the weight.
+
+    Returns:
+        How many layers were changed.
+    """
+    layers = [module for module in model.modules() if hasattr(module, "support_avx512bf16_for_cpu")]
+    for layer in layers:
+        layer.support_avx512bf16_for_cpu = False
+    return len(layers)

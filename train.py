@@ -56,6 +56,7 @@ def main(argv: list[str] | None = None) -> AdapterSFTTrainer:
 
         # Model and LoRA configuration.
         model = utils.create_and_prepare_model(model_args, training_args.use_cpu, trust, tokenizer)
+        cpu_fsdp.keep_4bit_layout(model)
         peft_config = utils.create_peft_config(model_args, new_token_ids, model)
 
         # Trainer.
