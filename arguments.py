@@ -97,7 +97,10 @@ class TrainingConfig(SFTConfig):
 
     max_length: int | None = field(
         default=2048,
-        metadata={"aliases": ["--max_seq_len", "--max_seq_length"], "help": "Tokens per row; longer rows are cut."},
+        metadata={
+            "aliases": ["--max_seq_len", "--max-seq-len", "--max_seq_length", "--max-seq-length"],
+            "help": "Tokens per row; longer rows are cut.",
+        },
     )
     use_reentrant: bool | None = field(
         default=None, metadata={"help": "Reentrant gradient checkpointing; unset: False, PyTorch's recommendation."}

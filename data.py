@@ -155,8 +155,9 @@ def encode_example(
     if spans is None:
         labels = list(ids)
     else:
+        # A token that straddles the start of an answer ("▁Paris" after a prompt that ends in a space) belongs to the answer.
         labels = [
-            token if end > start and any(low <= start and end <= high for low, high in spans) else IGNORE_INDEX
+            token if any(start < high and end > low for low, high in spans) else IGNORE_INDEX
             for token, (start, end) in zip(ids, offsets, strict=True)
         ]
     if append_concat_token and not _ends_with_eos(ids, tokenizer):

@@ -7,6 +7,7 @@ import re
 
 import torch
 from peft import LoraConfig
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import is_kernels_available
 
@@ -143,20 +144,26 @@ def target_modules(value: str) -> str | list[str]:
 
 
 def check_target_modules(value: str, model: PreTrainedModel) -> None:
-    """Raise ValueError, naming the model's linear layers, if `--lora_target_modules` matches none of its modules."""
+    """Raise ValueError, naming the model's linear layers, if `--lora_target_modules` matches none, or what is not one."""
     targets = target_modules(value)
-    names = [name for name, _ in model.named_modules()]
-    linear = sorted({name.split(".")[-1] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)})
-    if isinstance(targets, list):
-        missing = [t for t in targets if not any(name == t or name.endswith(f".{t}") for name in names)]
-    elif targets == "all-linear":
-        missing = []
-    else:
-        missing = [] if any(re.fullmatch(targets, name) for name in names) else [targets]
-    if missing:
-        raise ValueError(
-            f"--lora_target_modules: {', '.join(missing)} matches no module of the model; it has {', '.join(linear)}"
-        )
+    if targets == "all-linear":
+        return
+    modules = dict(model.named_modules())
+    adaptable = {n for n, m in modules.items() if isinstance(m, (nn.Linear, nn.Embedding)) or type(m).__name__ == "Conv1D"}
+    has = ", ".join(sorted({name.split(".")[-1] for name in adaptable}))
+    for target in targets if isinstance(targets, list) else [targets]:
+        if isinstance(targets, list):
+            matched = {name for name in modules if name == target or name.endswith(f".{target}")}
+        else:
+            matched = {name for name in modules if re.fullmatch(target, name)}
+        if not matched:
+            raise ValueError(f"--lora_target_modules: {target} matches no module of the model; it has {has}")
+        if matched - adaptable:
+            name = sorted(matched - adaptable)[0]
+            raise ValueError(
+                f"--lora_target_modules: {target} matches {name}, a {type(modules[name]).__name__}, which LoRA cannot adapt; "
+                f"the model has {has}"
+            )
 
 
 def create_peft_config(model_args, new_token_ids: list[int], model: PreTrainedModel) -> LoraConfig | None:

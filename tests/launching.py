@@ -8,7 +8,12 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-BASE_ENV = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false"}
+BASE_ENV = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 
 
 def free_port() -> str:
@@ -34,11 +39,20 @@ def run(command: list, timeout: int = 400, check: bool = True, **env: str) -> su
 
 
 def accelerate(config: str, script: list, processes: int = 2, **kwargs) -> subprocess.CompletedProcess:
-    launcher = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", ROOT / "configs" / config]
+    launcher = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.accelerate_cli",
+        "launch",
+        "--config_file",
+        ROOT / "configs" / config,
+    ]
     return run([*launcher, "--num_processes", processes, "--main_process_port", free_port(), *script], **kwargs)
 
 
-def probe(cases: list[dict], out: Path, processes: int, config: str = "fsdp2_config_cpu.yaml", **kwargs) -> dict[str, list[dict]]:
+def probe(
+    cases: list[dict], out: Path, processes: int, config: str = "fsdp2_config_cpu.yaml", **kwargs
+) -> dict[str, list[dict]]:
     """Run cases through tests/probe.py; returns the facts of each case, a list with one entry for each rank."""
     out.mkdir(parents=True, exist_ok=True)
     plan = out / "cases.json"

@@ -1,6 +1,6 @@
 """In a fresh process: base model + saved adapter, evaluated without any of this project's training code but `data.py`.
 
-    python tests/reload.py plan.json     a list of {"adapter", "base", "data", "four_bit", "dtype"}; prints a JSON list
+python tests/reload.py plan.json     a list of {"adapter", "base", "data", "four_bit", "dtype"}; prints a JSON list
 """
 
 import json

@@ -64,7 +64,9 @@ def test_strategies_agree(assets, tmp_path, quantised):
     for name, facts in {**one, **two}.items():
         trajectory = losses(facts[0])
         assert trajectory == pytest.approx(reference, abs=1e-4), name
-        assert [row["eval_loss"] for row in facts[0]["history"] if "eval_loss" in row] == pytest.approx(evaluation, abs=1e-4), name
+        assert [row["eval_loss"] for row in facts[0]["history"] if "eval_loss" in row] == pytest.approx(
+            evaluation, abs=1e-4
+        ), name
         assert_frozen(facts)
         if name.startswith("fsdp"):
             assert_sharded(facts, int(name[4]))

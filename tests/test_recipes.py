@@ -88,7 +88,9 @@ def test_every_recipe_trains_saves_and_reloads(assets, tmp_path):
     cases, about = [], {}
     for quantised, env, reentrant, bf16 in itertools.product([False, True], [FSDP1, FSDP2], [False, True], [True, False]):
         version = int(env["FSDP_VERSION"])
-        name = f"{'qlora' if quantised else 'lora'}-fsdp{version}-{'re' if reentrant else 'non'}-{'bf16' if bf16 else 'fp32'}"
+        name = (
+            f"{'qlora' if quantised else 'lora'}-fsdp{version}-{'re' if reentrant else 'non'}-{'bf16' if bf16 else 'fp32'}"
+        )
         about[name] = (version, quantised, bf16)
         cases.append({"name": name, "env": env, "argv": flags(assets, tmp_path / name, quantised, reentrant, bf16)})
     results = probe(cases, tmp_path / "facts", 2, timeout=900)
