@@ -35,11 +35,13 @@ def trained_tensors(model: nn.Module, writeback: bool = False):
     A collective: all ranks have to run it to the end. Under FSDP1 a tensor is valid only until the next is asked for, and
     changes to it are kept if `writeback`; under FSDP2 it is a copy; otherwise it is the parameter.
     """
-    seen, any_unit = set(), False
-    for prefix, unit in model.named_modules():
-        if not isinstance(unit, FSDP) or unit._handle is None:
+    units = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDP)]
+    if units:
+        units[0][1].check_is_root()  # before any other unit is used, or FSDP takes that one for the root
+    seen = set()
+    for prefix, unit in units:
+        if unit._handle is None:
             continue
-        any_unit = True
         flat = unit._handle.flat_param
         if not any(p.requires_grad for p in flat._params or [flat]):  # `_params` is kept with use_orig_params only
             continue
@@ -53,7 +55,7 @@ def trained_tensors(model: nn.Module, writeback: bool = False):
                     yield name, parameter.detach()
     for name, parameter in model.named_parameters():
         clean = unwrapped_name(name)
-        if not parameter.requires_grad or clean in seen or (any_unit and name.endswith("_flat_param")):
+        if not parameter.requires_grad or clean in seen or (units and name.endswith("_flat_param")):
             continue
         yield clean, parameter.full_tensor().detach() if isinstance(parameter, DTensor) else parameter.detach()
 

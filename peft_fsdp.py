@@ -83,3 +83,16 @@ def _merged_weights(self: TrainableTokensLayer, active_adapters) -> torch.Tensor
         index = torch.tensor(self.token_indices[adapter], device=weight.device)
         weight = weight.index_copy(dim=0, index=index, source=rows.to(weight))
     return weight
+
+
+def keep_tied_token_rows_in_the_root(model: nn.Module) -> bool:
+    """For FSDP2, let the root unit hold tied embeddings of which PEFT trains some rows. Returns whether it was needed.
+
+    Accelerate 1.15 makes the embeddings a unit of their own and compares their `weight` to see if they are tied; PEFT's
+    wrapper returns a new tensor each time, so the shared parameter would be put into two units, which torch refuses.
+    Without embeddings to find, Accelerate leaves both in the root. Remove when it compares the parameters themselves.
+    """
+    tied = any(isinstance(m, TrainableTokensWrapper) and m.token_adapter.tied_adapter is not None for m in model.modules())
+    if tied:
+        model.get_input_embeddings = model.get_output_embeddings = lambda: None
+    return tied

@@ -84,6 +84,9 @@ def main(argv: list[str] | None = None) -> AdapterSFTTrainer:
         if fsdp_plugin.mixed_precision_policy is not None:
             peft_fsdp.keep_lora_input_dtype(trainer.model)
 
+    if peft_config is not None and fsdp_plugin is not None and fsdp_plugin.fsdp_version == 2:
+        peft_fsdp.keep_tied_token_rows_in_the_root(trainer.model)
+
     # Train, then save: the adapter, complete, whatever fsdp_state_dict_type says.
     try:
         trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
