@@ -130,6 +130,23 @@ def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
+def fill_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give a new optimizer its state tensors (zeros), without changing a weight, so that there is something to load into.
+
+    Accelerate 1.15 asks FSDP1 for the optimizer's state and reads a sharded checkpoint into what it gets. A new optimizer
+    has none, so nothing is read, and training goes on from zero moments without a word. Remove when it fills it first.
+    """
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
 class AdapterSFTTrainer(SFTTrainer):
     """TRL's `SFTTrainer`, whose every save is complete under every strategy and state-dict type.
 
@@ -174,6 +191,11 @@ class AdapterSFTTrainer(SFTTrainer):
         save_fsdp_optimizer(self.accelerator.state.fsdp_plugin, self.accelerator, self.optimizer, self.model, output_dir)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and any(isinstance(module, FSDP) for module in self.model.modules()):
+            fill_optimizer_state(self.optimizer.optimizer)
+        super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if self.peft_model is None:
