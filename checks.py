@@ -138,8 +138,8 @@ def check_precision(model_args, training_args, fsdp: FsdpSettings | None, config
         )
     if four and fsdp and fsdp.version == 2 and training_args.bf16 and storage not in ("bfloat16",):
         raise ValueError(
-            f"--bnb_4bit_quant_storage_dtype {storage} with --bf16 True under FSDP2: mixed precision would convert the packed "
-            "4-bit bytes as if they were numbers; use bfloat16 storage"
+            f"--bnb_4bit_quant_storage_dtype {storage} with --bf16 True under FSDP2: mixed precision would convert the "
+            "packed 4-bit bytes as if they were numbers; use bfloat16 storage"
         )
 
 
@@ -153,8 +153,8 @@ def check_fsdp(model_args, training_args, fsdp: FsdpSettings | None, config) -> 
         raise ValueError(
             "fsdp_use_orig_params: true in the Accelerate config loses LoRA's memory saving under FSDP1: every unit mixes "
             "trained and frozen weights, so gradients are allocated for the frozen ones too, here "
-            f"{parameters * 2 / world / 2**30:.2g} GiB per rank in 16 bit ({parameters / 1e9:.3g}B parameters on {world} ranks); "
-            "set fsdp_use_orig_params: false"
+            f"{parameters * 2 / world / 2**30:.2g} GiB per rank in 16 bit ({parameters / 1e9:.3g}B parameters on {world} "
+            "ranks); set fsdp_use_orig_params: false"
         )
     if fsdp.activation_checkpointing and training_args.gradient_checkpointing:
         raise ValueError(
@@ -186,9 +186,20 @@ def check_files(training_args) -> None:
     if not os.access(parent, os.W_OK):
         raise ValueError(f"--output_dir {folder} cannot be written: {parent} is read-only for this user")
     checkpoint = training_args.resume_from_checkpoint
-    if checkpoint and not Path(checkpoint).is_dir():
+    if checkpoint is None:
+        return
+    if not Path(checkpoint).is_dir():
         raise ValueError(
-            f"--resume_from_checkpoint {checkpoint} does not exist: name a checkpoint-N folder, or True for the last"
+            f"--resume_from_checkpoint {checkpoint} does not exist: name a checkpoint-N folder, or True for the last one"
+        )
+    names = {path.name for path in Path(checkpoint).iterdir()}
+    parts = {"trainer_state.json": "step counters", "scheduler.pt": "learning-rate schedule"}
+    missing = [what for name, what in parts.items() if name not in names]
+    missing += [] if any(name.startswith("optimizer") for name in names) else ["optimizer state"]
+    if missing:
+        raise ValueError(
+            f"--resume_from_checkpoint {checkpoint} is not complete (no {', '.join(missing)}): resuming from it would "
+            "silently start those anew; name another checkpoint-N"
         )
 
 

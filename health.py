@@ -28,7 +28,7 @@ def human(number: float, unit: str = "") -> str:
 
 
 def count_parameters(model) -> dict[str, tuple[int, int, int]]:
-    """(parameters, trained parameters, bytes) by stored type of an unwrapped model; packed 4-bit weights are counted unpacked."""
+    """(parameters, trained parameters, bytes) by stored type of an unwrapped model; 4-bit weights are counted unpacked."""
     counts = defaultdict(lambda: (0, 0, 0))
     for parameter in model.parameters():
         kind, numel = str(parameter.dtype).removeprefix("torch."), parameter.numel()

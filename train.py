@@ -102,8 +102,8 @@ def prepare_datasets(data_args, training_args, tokenizer):
     train, evaluation = data.load_splits(data_args.dataset_name, data_args.splits, data_args.dataset_config_name)
     if evaluation is None and training_args.eval_strategy != "no":
         raise ValueError(
-            f"--eval_strategy {training_args.eval_strategy.value} needs a split to evaluate on: name a second one in --splits "
-            f"(now {data_args.splits!r}) or set --eval_strategy no"
+            f"--eval_strategy {training_args.eval_strategy.value} needs a split to evaluate on: name a second one in "
+            f"--splits (now {data_args.splits!r}) or set --eval_strategy no"
         )
     options = dict(
         text_field=training_args.dataset_text_field,

@@ -161,8 +161,8 @@ def check_target_modules(value: str, model: PreTrainedModel) -> None:
         if matched - adaptable:
             name = sorted(matched - adaptable)[0]
             raise ValueError(
-                f"--lora_target_modules: {target} matches {name}, a {type(modules[name]).__name__}, which LoRA cannot adapt; "
-                f"the model has {has}"
+                f"--lora_target_modules: {target} matches {name}, a {type(modules[name]).__name__}, which LoRA cannot "
+                f"adapt; the model has {has}"
             )
 
 

@@ -5,8 +5,9 @@ import pytest
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 
-import tiny
 import torch
+
+import tiny
 
 
 @pytest.fixture(scope="session")

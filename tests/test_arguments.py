@@ -4,8 +4,9 @@ import json
 import subprocess
 import sys
 
-import arguments
 import pytest
+
+import arguments
 from launching import ROOT, environment
 
 BASE = ["--model_name_or_path", "m", "--dataset_name", "d", "--use_cpu", "True"]

@@ -1,7 +1,8 @@
 """Templates, EOS, PAD and added tokens."""
 
-import chat
 import pytest
+
+import chat
 import tiny
 
 

@@ -1,9 +1,10 @@
 """Mistakes are refused before a weight is read: one line that names the value and the fix, once, non-zero on every rank."""
 
-import arguments
-import checks
 import pytest
 import torch
+
+import arguments
+import checks
 import utils
 from launching import ROOT, accelerate, run
 from strategies import FSDP1, FSDP2
@@ -76,6 +77,13 @@ def test_refused_before_loading(monkeypatch, assets, message, flags, env, model)
 def test_output_folder_that_is_a_file(monkeypatch, assets, tmp_path):
     (tmp_path / "file").write_text("")
     refused(monkeypatch, assets, "is a file", "--output_dir", str(tmp_path / "file"))
+
+
+def test_incomplete_checkpoint(monkeypatch, assets, tmp_path):
+    folder = tmp_path / "checkpoint-3"
+    folder.mkdir()
+    (folder / "trainer_state.json").write_text("{}")
+    refused(monkeypatch, assets, "no learning-rate schedule, optimizer state", "--resume_from_checkpoint", str(folder))
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,12 @@
 
 import json
 
+import pytest
+from datasets import Dataset, DatasetDict
+
 import chat
 import data
-import pytest
 import tiny
-from datasets import Dataset, DatasetDict
 
 CHAT = [
     {"role": "user", "content": "please send refund"},

@@ -7,6 +7,7 @@ import json
 import os
 
 import pytest
+
 from launching import ROOT, probe
 from strategies import FSDP1, FSDP2, NO_FSDP, assert_frozen, assert_sharded, losses
 

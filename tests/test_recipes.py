@@ -6,8 +6,9 @@ import re
 import sys
 
 import pytest
-from launching import ROOT, free_port, probe, run
 from safetensors import safe_open
+
+from launching import ROOT, free_port, probe, run
 from strategies import FSDP1, FSDP2, assert_frozen, assert_sharded, losses
 
 GUIDE_LORA = """--seed 100 --model_name_or_path "meta-llama/Llama-2-70b-hf" --dataset_name "smangrul/ultrachat-10k-chatml"
@@ -42,7 +43,7 @@ def lora_keys(layers=2) -> set[str]:
 
 def read_adapter(folder) -> dict:
     with safe_open(folder / "adapter_model.safetensors", "pt") as file:
-        return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        return {key: file.get_tensor(key) for key in file.keys()}
 
 
 @pytest.mark.parametrize(("script", "guide"), [("run_peft_fsdp.sh", GUIDE_LORA), ("run_peft_qlora_fsdp.sh", GUIDE_QLORA)])

@@ -3,14 +3,15 @@
 import json
 import sys
 
-import adapter
 import pytest
 import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import adapter
 from launching import ROOT, free_port, probe, run
 from strategies import FSDP1, FSDP2, NO_FSDP, assert_sharded, losses
 from test_recipes import lora_keys, read_adapter
-from torch import nn
-from transformers import AutoModelForCausalLM
 
 FULL = {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}
 FSDP_CHECKPOINTING = {"FSDP_ACTIVATION_CHECKPOINTING": "true"}
