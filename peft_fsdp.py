@@ -2,6 +2,7 @@
 
 import torch
 import torch.distributed as dist
+from peft.tuners.lora.dora import DoraLinearLayer
 from peft.tuners.trainable_tokens import TrainableTokensLayer
 from peft.utils.other import TrainableTokensWrapper
 from torch import nn
@@ -96,3 +97,17 @@ def keep_tied_token_rows_in_the_root(model: nn.Module) -> bool:
     if tied:
         model.get_input_embeddings = model.get_output_embeddings = lambda: None
     return tied
+
+
+def detach_dora_norm(model: nn.Module) -> int:
+    """Compute DoRA's weight norm without a graph, which PEFT detaches anyway. Returns how many layers were changed.
+
+    The norm calls lora_A and lora_B a first time in each forward. Under FSDP1 with mixed precision (torch 2.13) that first
+    call takes the hook that reduces the gradient, the change of type between the two calls discards it, and every rank
+    trains on its own, unreduced gradient or fails in the optimizer. Remove when PEFT 0.21's `DoraLinearLayer` has no graph
+    there.
+    """
+    layers = [module for module in model.modules() if isinstance(module, DoraLinearLayer)]
+    for layer in layers:
+        layer.get_lora_weight = torch.no_grad()(layer.get_lora_weight)
+    return len(layers)

@@ -83,6 +83,7 @@ def main(argv: list[str] | None = None) -> AdapterSFTTrainer:
         fsdp_plugin.ignored_modules = peft_fsdp.replicate_token_rows(trainer.model) or None
         if fsdp_plugin.mixed_precision_policy is not None:
             peft_fsdp.keep_lora_input_dtype(trainer.model)
+            peft_fsdp.detach_dora_norm(trainer.model)
 
     if peft_config is not None and fsdp_plugin is not None and fsdp_plugin.fsdp_version == 2:
         peft_fsdp.keep_tied_token_rows_in_the_root(trainer.model)

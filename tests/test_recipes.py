@@ -32,12 +32,13 @@ GUIDE_QLORA = (
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def lora_keys(layers=2) -> set[str]:
+def lora_keys(layers=2, dora=False) -> set[str]:
+    parts = ["lora_A.weight", "lora_B.weight"] + (["lora_magnitude_vector"] if dora else [])
     return {
-        f"base_model.model.model.layers.{layer}.{'mlp' if p in PROJECTIONS[4:] else 'self_attn'}.{p}.lora_{ab}.weight"
+        f"base_model.model.model.layers.{layer}.{'mlp' if p in PROJECTIONS[4:] else 'self_attn'}.{p}.{part}"
         for layer in range(layers)
         for p in PROJECTIONS
-        for ab in "AB"
+        for part in parts
     }
 
 
@@ -94,6 +95,12 @@ def test_every_recipe_trains_saves_and_reloads(assets, tmp_path):
         )
         about[name] = (version, quantised, bf16)
         cases.append({"name": name, "env": env, "argv": flags(assets, tmp_path / name, quantised, reentrant, bf16)})
+        if (
+            bf16 and not reentrant
+        ):  # DoRA is the other PEFT layer type on offer, and uses lora_A and lora_B twice in a forward
+            about[f"{name}-dora"] = about[name]
+            dora = [*flags(assets, tmp_path / f"{name}-dora", quantised, reentrant, bf16), "--use_dora", True]
+            cases.append({"name": f"{name}-dora", "env": env, "argv": dora})
     results = probe(cases, tmp_path / "facts", 2, timeout=900)
 
     plan = []
@@ -109,7 +116,7 @@ def test_every_recipe_trains_saves_and_reloads(assets, tmp_path):
         checkpoint = tmp_path / name / "checkpoint-8"
         for folder in (tmp_path / name, checkpoint):
             adapter = read_adapter(folder)
-            assert set(adapter) == lora_keys(), name
+            assert set(adapter) == lora_keys(dora=name.endswith("dora")), name
             assert all(tensor.abs().sum() > 0 for tensor in adapter.values()), f"{name}: an all-zero tensor in {folder}"
         plan.append(
             {
