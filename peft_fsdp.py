@@ -1,5 +1,7 @@
 """What PEFT and TRL need changed to train under FSDP: one function for each cause, with the condition for removing it."""
 
+import dataclasses
+
 import torch
 import torch.distributed as dist
 from peft.tuners.lora.dora import DoraLinearLayer
@@ -37,7 +39,7 @@ def restore_fp32_masters(model: nn.Module) -> int:
     return changed
 
 
-def replicate_token_rows(model: nn.Module) -> list[nn.Module]:
+def replicate_token_rows(model: nn.Module, device: torch.device) -> list[nn.Module]:
     """Keep trained token rows out of FSDP1's flat parameters; returns the modules to give it as `ignored_modules`.
 
     They are a few rows inside an embedding that is frozen, and `use_orig_params: false` cannot flatten frozen and trained
@@ -52,6 +54,7 @@ def replicate_token_rows(model: nn.Module) -> list[nn.Module]:
         parameter.grad.div_(dist.get_world_size())
 
     for module in ignored:
+        module.to(device)  # FSDP moves only what it manages
         for parameter in module.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(average)
@@ -111,3 +114,14 @@ def detach_dora_norm(model: nn.Module) -> int:
     for layer in layers:
         layer.get_lora_weight = torch.no_grad()(layer.get_lora_weight)
     return len(layers)
+
+
+def keep_outputs_as_computed(fsdp_plugin) -> None:
+    """For FSDP2, stop casting what the model returns to the mixed-precision type.
+
+    Accelerate 1.15 sets `output_dtype`, so the per-token log-probabilities that TRL's fused head returns, and the loss
+    summed from them, are rounded to bfloat16's three digits. FSDP1 does not cast them. Remove when Accelerate leaves it unset.
+    """
+    policy = fsdp_plugin.mixed_precision_policy
+    if policy is not None:
+        fsdp_plugin.mixed_precision_policy = dataclasses.replace(policy, output_dtype=None)

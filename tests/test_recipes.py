@@ -132,7 +132,7 @@ def test_every_recipe_trains_saves_and_reloads(assets, tmp_path):
     reloaded = json.loads(output.split("RESULT ")[1])
     for (name, (_, _, bf16)), fresh in zip(about.items(), reloaded, strict=True):
         trained = [row["eval_loss"] for row in results[name][0]["history"] if "eval_loss" in row][-1]
-        assert fresh["adapter"] == pytest.approx(trained, abs=3e-2 if bf16 else 1e-4), name
+        assert fresh["adapter"] == pytest.approx(trained, abs=2e-3 if bf16 else 1e-4), name
         assert fresh["base"] > fresh["adapter"] + 0.2, f"{name}: the adapter changes nothing"
 
 
