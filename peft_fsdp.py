@@ -120,7 +120,7 @@ def keep_outputs_as_computed(fsdp_plugin) -> None:
     """For FSDP2, stop casting what the model returns to the mixed-precision type.
 
     Accelerate 1.15 sets `output_dtype`, so the per-token log-probabilities that TRL's fused head returns, and the loss
-    summed from them, are rounded to bfloat16's three digits. FSDP1 does not cast them. Remove when Accelerate leaves it unset.
+    summed from them, are rounded to bfloat16's three digits. FSDP1 does not cast them. Remove when Accelerate leaves it be.
     """
     policy = fsdp_plugin.mixed_precision_policy
     if policy is not None:

@@ -68,8 +68,9 @@ def main(argv: list[str] | None = None) -> AdapterSFTTrainer:
             eval_dataset=eval_dataset,
             peft_config=peft_config,
         )
-        peft_fsdp.restore_fp32_masters(trainer.model)
-        peft_fsdp.open_token_rows_to_the_head(trainer.model)
+        if peft_config is not None:
+            peft_fsdp.restore_fp32_masters(trainer.model)
+            peft_fsdp.open_token_rows_to_the_head(trainer.model)
 
         # Health check: printed once the Trainer has wrapped the model, before the first step.
         shards = fsdp is None or fsdp.version == 2 or fsdp.sharding_strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "1", "2")

@@ -11,7 +11,7 @@ import yaml
 import demo
 
 ROOT = Path(__file__).resolve().parents[1]
-DATA = ROOT / "data" / "support_tickets"
+DATA = ROOT / "demo_data"
 KEYS = ["intent", "order_id", "product"]
 
 
