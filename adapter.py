@@ -13,6 +13,7 @@ from accelerate.utils import save_fsdp_optimizer
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.trainer import SCHEDULER_NAME
@@ -35,6 +36,7 @@ def trained_tensors(model: nn.Module, writeback: bool = False):
     A collective: all ranks have to run it to the end. Under FSDP1 a tensor is valid only until the next is asked for, and
     changes to it are kept if `writeback`; under FSDP2 it is a copy; otherwise it is the parameter.
     """
+    reshard(model)
     units = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDP)]
     if units:
         units[0][1].check_is_root()  # before any other unit is used, or FSDP takes that one for the root
@@ -60,6 +62,13 @@ def trained_tensors(model: nn.Module, writeback: bool = False):
         yield clean, parameter.full_tensor().detach() if isinstance(parameter, DTensor) else parameter.detach()
 
 
+def reshard(model: nn.Module) -> None:
+    """Free what FSDP2 still holds gathered. After an evaluation the root is, and its parameters are 16-bit copies."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def gather_trained(model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
     """All trained parameters as contiguous CPU tensors in their own dtype; empty where `keep` is false. A collective."""
     gathered = {}
@@ -76,6 +85,7 @@ def load_trained(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
     Raises:
         ValueError: a trained parameter is missing from `state`, or `state` has others, or a shape differs.
     """
+    reshard(model)
     missing, left = [], dict(state)
     parameters = {unwrapped_name(name): p for name, p in model.named_parameters()}
     for name, tensor in trained_tensors(model, writeback=True):
@@ -205,3 +215,8 @@ class AdapterSFTTrainer(SFTTrainer):
             raise ValueError(f"{resume_from_checkpoint} holds no {ADAPTER_SAFE_WEIGHTS_NAME}: it cannot be resumed from")
         names = {key: name for name, key in self.keys.items()}
         load_trained(model or self.model, {names.get(key, key): tensor for key, tensor in load_file(path).items()})
+
+    def _load_best_model(self) -> None:
+        if self.peft_model is None:
+            return super()._load_best_model()
+        self._load_from_checkpoint(self.state.best_model_checkpoint, self.model)

@@ -140,6 +140,7 @@ REFUSED = {
     "do_train": "train.py always trains",
     "do_predict": "train.py trains and evaluates only",
     "do_eval": "set --eval_strategy and name a second split in --splits",
+    "hub_token": "the Trainer would upload it inside training_args.bin; set HF_TOKEN or run `hf auth login`",
     "neftune_noise_alpha": "it changes the forward of the embedding that FSDP shards and is not supported",
 }
 
@@ -149,6 +150,7 @@ NEEDS = [
     (r"lora_.*|use_dora|use_rslora", "use_peft_lora"),
     (r"use_reentrant|gradient_checkpointing_kwargs", "gradient_checkpointing"),
     (r"packing_strategy", "packing"),
+    (r"metric_for_best_model|greater_is_better", "load_best_model_at_end"),
 ]
 
 # --help, by subject. The first pattern that matches a name decides; the rest is shown last.
@@ -189,7 +191,11 @@ class ArgumentParser(HfArgumentParser):
 
     def __init__(self, *dataclass_types):
         super().__init__(
-            dataclass_types, allow_abbrev=False, prog="train.py", usage="%(prog)s [recipe.yaml] [--flag value ...]"
+            dataclass_types,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            prog="train.py",
+            usage="%(prog)s [recipe.yaml] [--flag value ...]",
         )
         self.description = __doc__
 
@@ -210,6 +216,7 @@ class ArgumentParser(HfArgumentParser):
     def group_help(self) -> None:
         """Sort the arguments of `--help` by subject, one line of help each."""
         actions = [action for action in self._actions if action.dest not in ("help", "config")]
+        actions = [action for action in actions if not action.option_strings[0].startswith("--no_")]
         for action in actions:
             first = re.split(r"(?<=[^.][.])\s", " ".join((action.help or "").replace("``", "`").split()))[0].rstrip(".")
             action.help = first if len(first) <= 110 else first[:107].rsplit(" ", 1)[0] + " ..."
@@ -250,6 +257,8 @@ class Command:
             for name in sorted(name for name in self.given if re.fullmatch(pattern, name)):
                 if not getattr(self.values, needed):
                     raise ValueError(f"--{name} has no effect without --{needed} True: drop one or add the other")
+        if "eval_steps" in self.given and self.values.eval_strategy == "no":
+            raise ValueError("--eval_steps has no effect with --eval_strategy no: add --eval_strategy steps")
         return tuple(built)
 
 

@@ -1,12 +1,15 @@
 """What can be known to fail before any weight is read: one ValueError, one line, that names the value and the fix."""
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from accelerate.utils.dataclasses import get_module_class_from_name
+from huggingface_hub import get_token
 
+import cpu_fsdp
 import utils
 
 
@@ -29,7 +32,7 @@ class FsdpSettings:
     @classmethod
     def from_environment(cls) -> "FsdpSettings | None":
         """None unless FSDP was asked for (ACCELERATE_USE_FSDP=true)."""
-        if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
+        if not cpu_fsdp.fsdp_requested():
             return None
 
         def flag(name: str) -> bool:
@@ -117,8 +120,17 @@ def check_quantization(model_args, fsdp: FsdpSettings | None, config) -> None:
             f"--dtype {model_args.dtype} contradicts --bnb_4bit_quant_storage_dtype {storage}: in a 4-bit model the other "
             "weights take the storage type; drop --dtype"
         )
-    if eight and getattr(config, "quantization_config", None) is not None:
-        raise ValueError("--use_8bit_quantization True: the checkpoint is already quantised; give the 16-bit one")
+    stored = getattr(config, "quantization_config", None)
+    if stored is not None and (four or eight):
+        raise ValueError(
+            "--use_4bit_quantization / --use_8bit_quantization True: the checkpoint is already quantised and would keep "
+            "its own settings; give the 16-bit checkpoint"
+        )
+    if stored is not None and fsdp:
+        raise ValueError(
+            "FSDP with a checkpoint that is already quantised is not supported: give the 16-bit checkpoint and "
+            "--use_4bit_quantization True"
+        )
 
 
 def check_precision(model_args, training_args, fsdp: FsdpSettings | None, config) -> None:
@@ -162,7 +174,7 @@ def check_fsdp(model_args, training_args, fsdp: FsdpSettings | None, config) -> 
             "pass --gradient_checkpointing False"
         )
     optimizer = str(training_args.optim.value if hasattr(training_args.optim, "value") else training_args.optim)
-    if "8bit" in optimizer or "paged" in optimizer or "bnb" in optimizer:
+    if any(part in optimizer for part in ("8bit", "paged", "bnb", "lion", "ademamix")):  # bitsandbytes' optimizers
         raise ValueError(
             f"--optim {optimizer} has no sharded state under FSDP (FSDP2 fails at the first step, FSDP1 when it saves a "
             "checkpoint): use --optim adamw_torch_fused; LoRA's optimizer state is small anyway"
@@ -175,6 +187,46 @@ def check_fsdp(model_args, training_args, fsdp: FsdpSettings | None, config) -> 
                     f"fsdp_transformer_layer_cls_to_wrap: {name} is not a module of this {config.model_type} model; its "
                     f"layers are {', '.join(sorted(model._no_split_modules or ['unknown']))}: name those, or drop the key"
                 )
+
+
+def check_trainer(model_args, training_args, fsdp: FsdpSettings | None) -> None:
+    """Arguments that TRL or the Trainer refuse too, but only once the model is loaded."""
+    if training_args.packing and training_args.packing_strategy == "wrapped":
+        raise ValueError(
+            "--packing_strategy wrapped lets rows attend to each other and cuts them anywhere: use bfd or bfd_split"
+        )
+    if training_args.padding_free and not training_args.packing and training_args.max_length is not None:
+        raise ValueError(
+            "--padding_free True does not cut rows to --max_length: use --packing True, or max_length: null in a recipe"
+        )
+    if training_args.save_only_model and fsdp and "SHARDED" in fsdp.state_dict_type:
+        raise ValueError("--save_only_model True needs fsdp_state_dict_type: FULL_STATE_DICT in the Accelerate config")
+    if model_args.use_peft_lora and "lm_head" in re.split(r"[^\w]+", model_args.lora_target_modules):
+        raise ValueError(
+            "--lora_target_modules lm_head: TRL's loss reads the head's weight directly, so LoRA there never trains"
+        )
+    if "WORLD_SIZE" not in os.environ and not training_args.use_cpu and torch.cuda.device_count() > 1:
+        raise ValueError(
+            f"one process on a machine with {torch.cuda.device_count()} GPUs: use `accelerate launch` with several "
+            "processes (run_peft_ddp.sh), or make one GPU visible with CUDA_VISIBLE_DEVICES=0"
+        )
+    if training_args.push_to_hub and get_token() is None:
+        raise ValueError("--push_to_hub needs a login: run `hf auth login` or set HF_TOKEN; or pass --push_to_hub False")
+
+
+def missing_from_checkpoint(folder: Path) -> list[str]:
+    """What a `checkpoint-N` folder lacks to be resumed from; empty if nothing."""
+    names = {path.name for path in folder.iterdir()}
+    parts = {"trainer_state.json": "step counters", "scheduler.pt": "learning-rate schedule"}
+    missing = [what for name, what in parts.items() if name not in names]
+    return missing + ([] if any(name.startswith("optimizer") for name in names) else ["optimizer state"])
+
+
+def last_complete_checkpoint(output_dir: str) -> str | None:
+    """The newest `checkpoint-N` of a folder whose save was not interrupted; None if there is none."""
+    found = [(int(p.name.split("-")[1]), p) for p in Path(output_dir).glob("checkpoint-*") if p.name.split("-")[1].isdigit()]
+    complete = [path for _, path in sorted(found) if path.is_dir() and not missing_from_checkpoint(path)]
+    return str(complete[-1]) if complete else None
 
 
 def check_files(training_args) -> None:
@@ -192,10 +244,7 @@ def check_files(training_args) -> None:
         raise ValueError(
             f"--resume_from_checkpoint {checkpoint} does not exist: name a checkpoint-N folder, or True for the last one"
         )
-    names = {path.name for path in Path(checkpoint).iterdir()}
-    parts = {"trainer_state.json": "step counters", "scheduler.pt": "learning-rate schedule"}
-    missing = [what for name, what in parts.items() if name not in names]
-    missing += [] if any(name.startswith("optimizer") for name in names) else ["optimizer state"]
+    missing = missing_from_checkpoint(Path(checkpoint))
     if missing:
         raise ValueError(
             f"--resume_from_checkpoint {checkpoint} is not complete (no {', '.join(missing)}): resuming from it would "
@@ -208,6 +257,7 @@ def check_launch(model_args, training_args, fsdp: FsdpSettings | None, config) -
     check_quantization(model_args, fsdp, config)
     check_precision(model_args, training_args, fsdp, config)
     check_fsdp(model_args, training_args, fsdp, config)
+    check_trainer(model_args, training_args, fsdp)
     check_files(training_args)
     utils.attention_implementation(model_args.use_flash_attn, training_args.use_cpu)
     if model_args.use_peft_lora:

@@ -35,6 +35,10 @@ def load_splits(dataset_name: str, splits: str, config_name: str | None = None) 
 
 def _load_split(dataset_name: str, split: str, config_name: str | None) -> Dataset:
     path = Path(dataset_name)
+    if config_name is not None and path.exists():
+        raise ValueError(
+            f"--dataset_config_name {config_name} is for Hub data sets, and {dataset_name} is a local one: drop it"
+        )
     try:
         if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
             stored = load_from_disk(dataset_name)
@@ -106,6 +110,15 @@ def tokenize(
     return tokens
 
 
+def length_notes(dataset: Dataset, max_length: int | None) -> list[str]:
+    """How many rows are longer than `max_length`, as a line for the health check; none if all fit."""
+    lengths = [len(ids) for ids in dataset["input_ids"]]
+    long = sum(length > max_length for length in lengths) if max_length else 0
+    if not long:
+        return []
+    return [f"{long} of {len(lengths)} rows are longer than --max_length {max_length} (longest: {max(lengths)}) and are cut"]
+
+
 def encode_example(
     example: dict,
     tokenizer: PreTrainedTokenizerBase,
@@ -141,6 +154,11 @@ def encode_example(
             raise ValueError(f"column {text_field!r} holds {text!r}, which is not text")
     if assistant_only_loss and kind != "messages":
         raise ValueError(f"--assistant_only_loss True needs chats in a 'messages' column; these rows are {kind}")
+    if completion_only_loss and kind != "prompt-completion":
+        raise ValueError(
+            f"--completion_only_loss True needs the columns 'prompt' and 'completion'; these rows are {kind}"
+            + ("; for chats use --assistant_only_loss True" if kind == "messages" else "")
+        )
     rendered = kind == "messages" or (kind == "prompt-completion" and not isinstance(example["prompt"], str))
 
     encoded = tokenizer(

@@ -63,7 +63,7 @@ class HealthCheck(TrainerCallback):
 
     def __init__(self, trainer, requested: str | None, shards: bool = True, new_token_ids=(), notes: list[str] = ()):
         self.trainer, self.requested, self.shards = trainer, requested, shards
-        self.new_token_ids, self.notes = list(new_token_ids), list(notes)
+        self.new_token_ids, self.notes = list(new_token_ids), notes  # more may be added until training starts
         self.counts = count_parameters(trainer.model)
         trained = sum(c[1] for c in self.counts.values())
         if trained == 0:
@@ -123,7 +123,8 @@ class HealthCheck(TrainerCallback):
             "epoch": "checkpoint-N each epoch",
             "steps": f"checkpoint-N each {args.save_steps:g} steps",
         }
-        rows.append(("output", f"{args.output_dir} ({every.get(saves, saves)})"))
+        hub = f"pushed to the Hub: {args.hub_strategy.value}" if args.push_to_hub else "not pushed to the Hub"
+        rows.append(("output", f"{args.output_dir} ({every.get(saves, saves)}; {hub})"))
         return rows + [("note", note) for note in self.notes]
 
     def token_facts(self) -> list[tuple[str, str]]:

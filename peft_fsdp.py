@@ -8,7 +8,6 @@ from peft.tuners.lora.dora import DoraLinearLayer
 from peft.tuners.trainable_tokens import TrainableTokensLayer
 from peft.utils.other import TrainableTokensWrapper
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial
 
 
 def keep_lora_input_dtype(model: nn.Module) -> int:
@@ -56,50 +55,50 @@ def replicate_token_rows(model: nn.Module, device: torch.device) -> list[nn.Modu
     for module in ignored:
         module.to(device)  # FSDP moves only what it manages
         for parameter in module.parameters():
+            dist.broadcast(parameter.data, src=0)  # nor does it synchronise what it does not manage
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(average)
     return ignored
 
 
-def open_token_rows_to_the_head(model: nn.Module) -> None:
+def give_token_rows_a_bias(model: nn.Module) -> None:
     """Let TRL's fused loss read the output embedding when PEFT trains some of its rows.
 
-    TRL 1.16 multiplies by `lm_head.weight` without calling the layer. PEFT's wrapper of it has no `bias`, and under FSDP2
-    the weights are then DTensors that PEFT mixes with plain ones. Remove when TRL calls the head, or PEFT handles DTensors.
+    TRL 1.16 reads `lm_head.weight` and `lm_head.bias` without calling the layer, and PEFT's wrapper has no `bias`.
+    Remove when TRL calls the head or PEFT passes the attribute on.
     """
     for module in model.modules():
-        if isinstance(module, TrainableTokensWrapper):
-            layer = module.token_adapter
-            if isinstance(layer.base_layer, nn.Linear):
-                module.bias = layer.base_layer.bias
-            layer.get_merged_weights = _merged_weights.__get__(layer)
+        if isinstance(module, TrainableTokensWrapper) and isinstance(module.token_adapter.base_layer, nn.Linear):
+            module.bias = module.token_adapter.base_layer.bias
 
 
-def _merged_weights(self: TrainableTokensLayer, active_adapters) -> torch.Tensor:
-    weight = self.base_layer.weight
-    weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
-    for adapter in active_adapters:
-        rows = self.trainable_tokens_delta[adapter]
-        if isinstance(rows, DTensor):
-            # Every rank's gradient covers its own batch: sum them onto the shards, and divide, as FSDP's mean does.
-            full = rows.full_tensor(grad_placements=[Partial()] * rows.device_mesh.ndim)
-            rows = full.detach() + (full - full.detach()) / dist.get_world_size()
-        index = torch.tensor(self.token_indices[adapter], device=weight.device)
-        weight = weight.index_copy(dim=0, index=index, source=rows.to(weight))
-    return weight
+def let_the_root_hold_the_head(model: nn.Module, fsdp_plugin) -> list[str]:
+    """For FSDP2, keep Accelerate from making the output embedding a unit of its own. Returns notes for the health check.
 
-
-def keep_tied_token_rows_in_the_root(model: nn.Module) -> bool:
-    """For FSDP2, let the root unit hold tied embeddings of which PEFT trains some rows. Returns whether it was needed.
-
-    Accelerate 1.15 makes the embeddings a unit of their own and compares their `weight` to see if they are tied; PEFT's
-    wrapper returns a new tensor each time, so the shared parameter would be put into two units, which torch refuses.
-    Without embeddings to find, Accelerate leaves both in the root. Remove when it compares the parameters themselves.
+    TRL 1.16 reads the head's weight without calling it, so a unit of its own is never gathered: the weight stays a shard,
+    on the CPU under parameter offload, and the loss would be computed there. In the root it is gathered with the first
+    forward, as under FSDP1, which costs no more than the copy TRL makes otherwise. Tied embeddings are in one unit, which
+    the input embedding gathers; but Accelerate 1.15 sees that by comparing `weight`, and PEFT's wrapper of trained token
+    rows returns a new tensor each time, so then the root holds both. Remove when TRL calls the head.
     """
-    tied = any(isinstance(m, TrainableTokensWrapper) and m.token_adapter.tied_adapter is not None for m in model.modules())
-    if tied:
-        model.get_input_embeddings = model.get_output_embeddings = lambda: None
-    return tied
+    layers = [
+        getattr(m, "token_adapter", m)
+        for m in (model.get_input_embeddings(), model.get_output_embeddings())
+        if m is not None
+    ]
+    trained_rows = any(isinstance(layer, TrainableTokensLayer) for layer in layers)
+    weights = [(layer.base_layer if isinstance(layer, TrainableTokensLayer) else layer).weight for layer in layers]
+    tied = len(weights) == 1 or weights[0] is weights[1]
+    if not tied or trained_rows:
+        model.get_output_embeddings = lambda: None
+    if not (tied and trained_rows):
+        return []
+    model.get_input_embeddings = lambda: None
+    if fsdp_plugin.cpu_ram_efficient_loading:
+        # It ties the weights again after loading and fails on the wrapper. Every rank has read the weights by now anyway.
+        fsdp_plugin.cpu_ram_efficient_loading = False
+        return ["fsdp_cpu_ram_efficient_loading: true is off: it does not work with tied embeddings and added tokens"]
+    return []
 
 
 def detach_dora_norm(model: nn.Module) -> int:

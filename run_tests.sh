@@ -8,5 +8,6 @@ cd "$(dirname "$0")"
 . ./setup_env.sh
 
 export HF_HUB_OFFLINE=1 # no test needs a hub; one that asks for it fails at once
-ruff check . && ruff format --check -q .
+ruff check -q .
+ruff format --check -q .
 exec python -m pytest "$@"

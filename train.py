@@ -14,7 +14,6 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # read when huggingface_
 from accelerate import PartialState
 from peft.utils.other import fsdp_auto_wrap_policy
 from transformers import set_seed
-from transformers.trainer_utils import get_last_checkpoint
 
 import arguments
 import chat
@@ -53,6 +52,7 @@ def main(argv: list[str] | None = None) -> AdapterSFTTrainer:
         )
         with training_args.main_process_first(local=False), training_args.main_process_first(local=True):
             train_dataset, eval_dataset = prepare_datasets(data_args, training_args, tokenizer)
+        notes += data.length_notes(train_dataset, training_args.max_length)
 
         # Model and LoRA configuration.
         model = utils.create_and_prepare_model(model_args, training_args.use_cpu, trust, tokenizer)
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> AdapterSFTTrainer:
         )
         if peft_config is not None:
             peft_fsdp.restore_fp32_masters(trainer.model)
-            peft_fsdp.open_token_rows_to_the_head(trainer.model)
+            peft_fsdp.give_token_rows_a_bias(trainer.model)
 
         # Health check: printed once the Trainer has wrapped the model, before the first step.
         shards = fsdp is None or fsdp.version == 2 or fsdp.sharding_strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "1", "2")
@@ -88,16 +88,19 @@ def main(argv: list[str] | None = None) -> AdapterSFTTrainer:
             peft_fsdp.detach_dora_norm(trainer.model)
 
     if fsdp_plugin is not None and fsdp_plugin.fsdp_version == 2:
-        peft_fsdp.keep_tied_token_rows_in_the_root(trainer.model)
         peft_fsdp.keep_outputs_as_computed(fsdp_plugin)
+        if peft_config is not None:
+            notes += peft_fsdp.let_the_root_hold_the_head(trainer.model, fsdp_plugin)
 
     # Train, then save: the adapter, complete, whatever fsdp_state_dict_type says.
     try:
         trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
     except sharding.NotInForce as error:
         fail(str(error))
-    trainer.save_model()
+    trainer.save_model(_internal_call=True)
     trainer.save_state()
+    if training_args.push_to_hub:  # after everything is on disk, so that a failed push loses nothing
+        trainer.push_to_hub(commit_message="Model save", revision=training_args.hub_revision)
     return trainer
 
 
@@ -132,10 +135,11 @@ def resolve_checkpoint(training_args) -> str | None:
         return None
     if value.lower() not in ("true", "auto"):
         return value
-    last = get_last_checkpoint(training_args.output_dir) if os.path.isdir(training_args.output_dir) else None
+    last = checks.last_complete_checkpoint(training_args.output_dir)
     if last is None and value.lower() == "true":
         raise ValueError(
-            f"--resume_from_checkpoint {value}: no checkpoint-N in {training_args.output_dir}; use auto to start anew"
+            f"--resume_from_checkpoint {value}: no complete checkpoint-N in {training_args.output_dir}; "
+            "use auto to start anew"
         )
     return last
 

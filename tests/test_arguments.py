@@ -103,6 +103,9 @@ def test_bad_recipes(tmp_path, text, message):
         (["--use_peft_lora", "False", "--lora_r", "4"], "--lora_r has no effect without --use_peft_lora True"),
         (["--gradient_checkpointing", "False", "--use_reentrant", "True"], "no effect without --gradient_checkpointing"),
         (["--config", "none.yaml"], "recipe none.yaml does not exist"),
+        (["--eval_steps", "3"], "--eval_steps has no effect with --eval_strategy no"),
+        (["--metric_for_best_model", "loss"], "no effect without --load_best_model_at_end"),
+        (["--hub_token", "hf_x"], "--hub_token has no effect here"),
         *[([f"--{name}", "x"], f"--{name} has no effect here") for name in ("fsdp_config", "dataset_kwargs", "eos_token")],
     ],
 )

@@ -101,6 +101,7 @@ def test_text_column_when_there_is_no_template(plain):
         ({"messages": CHAT}, {}, "no chat template"),
         ({"text": None}, {}, "is not text"),
         ({"text": "a"}, {"assistant_only_loss": True}, "needs chats"),
+        ({"text": "a"}, {"completion_only_loss": True}, "needs the columns 'prompt' and 'completion'"),
         ({"prompt": "a", "completion": ""}, {}, "completion is empty"),
         ({"prompt": CHAT[:1], "completion": CHAT[1:2]}, {}, "no chat template"),
         ({"text": ""}, {"append_concat_token": False}, "the row is empty"),
@@ -172,3 +173,16 @@ def test_bad_sources_are_one_line(tmp_path, assets, name, splits, message):
     with pytest.raises(ValueError, match=message) as caught:
         data.load_splits(name, splits)
     assert "\n" not in str(caught.value)
+
+
+def test_local_data_has_no_configuration_and_long_rows_are_counted(assets, tokenizer):
+    with pytest.raises(ValueError, match="is for Hub data sets"):
+        data.load_splits(str(assets["data"]), "train", "some_config")
+    rows = data.tokenize(data.load_splits(str(assets["data"]), "train")[0], "train", tokenizer)
+    longest = max(len(ids) for ids in rows["input_ids"])
+    over = sum(len(ids) > 20 for ids in rows["input_ids"])
+    assert 0 < over < len(rows)
+    assert data.length_notes(rows, 20) == [
+        f"{over} of {len(rows)} rows are longer than --max_length 20 (longest: {longest}) and are cut"
+    ]
+    assert data.length_notes(rows, longest) == [] == data.length_notes(rows, None)

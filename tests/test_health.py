@@ -55,4 +55,4 @@ def test_a_silent_ddp_is_stopped(assets, tmp_path):
     assert result.returncode != 0
     lines = [line for line in result.stderr.splitlines() if "error: FSDP2 was asked for but DDP is in force" in line]
     assert len(lines) == 1, result.stderr[-3000:]
-    assert "'loss'" not in result.stdout and not (tmp_path / "out" / "adapter_model.safetensors").exists()
+    assert not (tmp_path / "out" / "adapter_model.safetensors").exists()

@@ -111,7 +111,7 @@ def test_every_recipe_trains_saves_and_reloads(assets, tmp_path):
         trained = [p for p in facts[0]["parameters"] if p["trained"]]
         assert {p["dtype"] for p in trained} == {"torch.float32"}, f"{name}: no fp32 masters"
         trajectory = losses(facts[0])
-        assert trajectory == losses(facts[1]) or losses(facts[1]) == []
+        assert trajectory == losses(facts[1]) and len(trajectory) > 8, f"{name}: the ranks report different losses"
         assert sum(trajectory[-3:]) / 3 < trajectory[0] - 0.3, f"{name}: the loss does not fall: {trajectory}"
         checkpoint = tmp_path / name / "checkpoint-8"
         for folder in (tmp_path / name, checkpoint):

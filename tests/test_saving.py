@@ -90,6 +90,45 @@ def test_resuming_goes_on_where_the_checkpoint_stopped(assets, tmp_path):
         assert all(torch.equal(rest[key], tensor) for key, tensor in whole.items()), name
 
 
+@pytest.mark.parametrize("base", ["tied", "no_chatml"])
+def test_added_tokens_survive_an_evaluation_before_the_save(assets, tmp_path, base):
+    """The guide evaluates and saves each epoch. Under FSDP2 the evaluation leaves 16-bit copies in the root unit."""
+    cases = []
+    for name, env in (("fsdp1", FSDP1), ("fsdp2", FSDP2 | {"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"})):
+        common = dict(
+            model_name_or_path=assets[base], splits="train,test", eval_strategy="steps", eval_steps=2, save_strategy="steps",
+            max_steps=4, bf16=True, load_best_model_at_end=True,
+        )  # fmt: skip
+        whole, rest = tmp_path / name, tmp_path / f"{name}-rest"
+        cases.append({"name": name, "env": env | OFF, "argv": flags(assets, whole, save_steps=2, **common)})
+        resume = dict(save_steps=2, resume_from_checkpoint=whole / "checkpoint-2")
+        cases.append({"name": f"{name}-rest", "env": env, "argv": flags(assets, rest, **common, **resume)})
+    results = probe(cases, tmp_path / "facts", 2)
+    for name, version in (("fsdp1", 1), ("fsdp2", 2)):
+        assert_sharded(results[name], version, replicated="trainable_tokens_delta" if version == 1 else None)
+        final, rest = read_adapter(tmp_path / name), read_adapter(tmp_path / f"{name}-rest")
+        rows = [key for key in final if "trainable_tokens_delta" in key]
+        assert len(rows) == (1 if base == "tied" else 2)
+        for folder in (tmp_path / name, tmp_path / name / "checkpoint-2", tmp_path / name / "checkpoint-4"):
+            assert {tensor.dtype for tensor in read_adapter(folder).values()} == {torch.float32}, folder
+        evaluations = {row["step"]: row["eval_loss"] for row in results[name][0]["history"] if "eval_loss" in row}
+        best = read_adapter(tmp_path / name / f"checkpoint-{min(evaluations, key=evaluations.get)}")
+        assert all(torch.equal(final[key], tensor) for key, tensor in best.items()), "not the best checkpoint"
+        assert all(torch.equal(rest[key], tensor) for key, tensor in final.items()), "resumed run differs"
+
+
+def test_auto_takes_the_last_complete_checkpoint(tmp_path):
+    import checks
+
+    for step, files in ((3, ["trainer_state.json", "scheduler.pt", "optimizer.pt"]), (12, ["adapter_model.safetensors"])):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        for name in files:
+            (folder / name).write_text("")
+    assert checks.last_complete_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-3")
+    assert checks.last_complete_checkpoint(str(tmp_path / "none")) is None
+
+
 def test_training_every_weight_saves_a_whole_model(assets, tmp_path):
     cases = [
         {
