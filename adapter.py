@@ -21,6 +21,10 @@ from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
 from trl import SFTTrainer
 
 
+class WrongAdapter(ValueError):
+    """A saved adapter that is not one of this model and LoRA configuration."""
+
+
 def unwrapped_name(name: str) -> str:
     """A parameter's name without what DDP, FSDP1, activation checkpointing and torch.compile insert into it."""
     if name.startswith("module."):  # DDP, at the front only: a model may have a submodule of this name
@@ -83,7 +87,7 @@ def load_trained(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
     """Overwrite every trained parameter with the full tensor of its name. A collective.
 
     Raises:
-        ValueError: a trained parameter is missing from `state`, or `state` has others, or a shape differs.
+        WrongAdapter: a trained parameter is missing from `state`, or `state` has others, or a shape differs.
     """
     reshard(model)
     missing, left = [], dict(state)
@@ -100,7 +104,7 @@ def load_trained(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
         else:
             tensor.copy_(value)
     if missing or left:
-        raise ValueError(
+        raise WrongAdapter(
             f"the adapter does not belong to this model and LoRA configuration: {len(missing)} trained tensors are missing "
             f"or have another shape (first: {missing[:1]}), {len(left)} are not trained here (first: {list(left)[:1]})"
         )

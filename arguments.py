@@ -14,6 +14,7 @@ import difflib
 import json
 import re
 import sys
+import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -109,7 +110,10 @@ class TrainingConfig(SFTConfig):
     def __post_init__(self):
         # The Trainer copies the checkpointing kwargs while it is built, so they have to be right before it starts.
         kwargs = self.gradient_checkpointing_kwargs
-        kwargs = dict(json.loads(kwargs) if isinstance(kwargs, str) else kwargs or {})
+        try:
+            kwargs = dict(json.loads(kwargs) if isinstance(kwargs, str) else kwargs or {})
+        except (TypeError, ValueError):
+            raise ValueError(f"--gradient_checkpointing_kwargs {kwargs!r} is not a JSON object like {{}}") from None
         if self.use_reentrant is not None and kwargs.get("use_reentrant", self.use_reentrant) != self.use_reentrant:
             raise ValueError(
                 f"--use_reentrant {self.use_reentrant} contradicts --gradient_checkpointing_kwargs {kwargs}: drop one"
@@ -142,6 +146,14 @@ REFUSED = {
     "do_eval": "set --eval_strategy and name a second split in --splits",
     "hub_token": "the Trainer would upload it inside training_args.bin; set HF_TOKEN or run `hf auth login`",
     "neftune_noise_alpha": "it changes the forward of the embedding that FSDP shards and is not supported",
+}
+
+# Arguments that may be null in a recipe.
+OPTIONAL = {
+    field.name
+    for cls in (ModelArguments, DataArguments, TrainingConfig)
+    for field in dataclasses.fields(cls)
+    if type(None) in typing.get_args(field.type)
 }
 
 # Flags that act only together with another; given without it they would be ignored.
@@ -301,6 +313,8 @@ def _take_recipe(argv: list[str]) -> tuple[str | None, list[str]]:
         if Path(argv[0]).suffix not in (".yaml", ".yml", ".json"):
             raise ValueError(f"{argv[0]!r} is neither a flag (--name value) nor a recipe (.yaml, .yml or .json)")
         return argv[0], argv[1:]
+    if sum(token.partition("=")[0] == "--config" for token in argv) > 1:
+        raise ValueError("--config is given twice: put everything into one recipe, or into flags")
     for index, token in enumerate(argv):
         if token == "--config":
             if index + 1 == len(argv):
@@ -335,15 +349,21 @@ def _recipe_to_tokens(parser: ArgumentParser, recipe: str) -> tuple[list[str], l
         raise ValueError(f"recipe {recipe} must be a list of `name: value` lines, not a {type(content).__name__}")
     if "fsdp_config" in content and "distributed_type" in content:
         raise ValueError(f"{recipe} is an Accelerate config: give it to `accelerate launch --config_file {recipe}`")
-    tokens, nulls = [], []
+    tokens, nulls, seen = [], [], {}
     for key, value in content.items():
         action = parser.option(str(key))
         if action is None or action.dest in ("help", "config"):
             raise ValueError(f"unknown argument {key!r} in {recipe}{parser.nearest(str(key))}")
+        if action.dest in seen:
+            raise ValueError(f"{recipe} sets {action.dest} twice: as {seen[action.dest]} and as {key}")
+        seen[action.dest] = key
         if value is None:
+            if action.dest not in OPTIONAL:
+                raise ValueError(f"{key}: null in {recipe}: this argument needs a value; drop the line for its default")
             nulls.append(action.dest)
             continue
-        tokens += [f"--{key}", *_value_to_tokens(action, value)]
+        values = _value_to_tokens(action, value)
+        tokens += [f"--{key}={values[0]}"] if len(values) == 1 else [f"--{key}", *values]
     return tokens, nulls
 
 

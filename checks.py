@@ -1,13 +1,17 @@
 """What can be known to fail before any weight is read: one ValueError, one line, that names the value and the fix."""
 
+import json
+import math
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from accelerate.utils.constants import FSDP_SHARDING_STRATEGY
 from accelerate.utils.dataclasses import get_module_class_from_name
 from huggingface_hub import get_token
+from safetensors import SafetensorError, safe_open
 
 import cpu_fsdp
 import utils
@@ -32,18 +36,26 @@ class FsdpSettings:
     @classmethod
     def from_environment(cls) -> "FsdpSettings | None":
         """None unless FSDP was asked for (ACCELERATE_USE_FSDP=true)."""
+        asked = os.environ.get("ACCELERATE_USE_FSDP", "false")
+        if asked.lower() not in ("true", "false", ""):
+            raise ValueError(f"ACCELERATE_USE_FSDP={asked} would be ignored: Accelerate reads only true and false")
         if not cpu_fsdp.fsdp_requested():
             return None
 
         def flag(name: str) -> bool:
             return os.environ.get(name, "false").lower() in ("true", "1", "yes")
 
+        strategy = os.environ.get("FSDP_SHARDING_STRATEGY", "FULL_SHARD")
+        if strategy.upper() not in FSDP_SHARDING_STRATEGY and not strategy.isdigit():
+            raise ValueError(
+                f"fsdp_sharding_strategy: {strategy} in the Accelerate config is none of {', '.join(FSDP_SHARDING_STRATEGY)}"
+            )
         version = os.environ.get("FSDP_VERSION", "1")
         if version not in ("1", "2"):
             raise ValueError(f"fsdp_version: {version} in the Accelerate config must be 1 or 2")
         return cls(
             version=int(version),
-            sharding_strategy=os.environ.get("FSDP_SHARDING_STRATEGY", "FULL_SHARD"),
+            sharding_strategy=strategy.upper(),
             offload_params=flag("FSDP_OFFLOAD_PARAMS"),
             use_orig_params=flag("FSDP_USE_ORIG_PARAMS"),
             state_dict_type=os.environ.get(
@@ -201,7 +213,13 @@ def check_trainer(model_args, training_args, fsdp: FsdpSettings | None) -> None:
         )
     if training_args.save_only_model and fsdp and "SHARDED" in fsdp.state_dict_type:
         raise ValueError("--save_only_model True needs fsdp_state_dict_type: FULL_STATE_DICT in the Accelerate config")
-    if model_args.use_peft_lora and "lm_head" in re.split(r"[^\w]+", model_args.lora_target_modules):
+    targets = re.split(r"[^\w]+", model_args.lora_target_modules)
+    if model_args.use_peft_lora and fsdp and fsdp.version == 1 and "embed_tokens" in targets:
+        raise ValueError(
+            "--lora_target_modules embed_tokens: FSDP1 cannot put its frozen and trained weights into one unit; "
+            "use an FSDP2 config"
+        )
+    if model_args.use_peft_lora and "lm_head" in targets:
         raise ValueError(
             "--lora_target_modules lm_head: TRL's loss reads the head's weight directly, so LoRA there never trains"
         )
@@ -229,7 +247,45 @@ def last_complete_checkpoint(output_dir: str) -> str | None:
     return str(complete[-1]) if complete else None
 
 
-def check_files(training_args) -> None:
+# (argument, what it must be, the test)
+RANGES = [
+    ("per_device_train_batch_size", "at least 1", lambda v: v >= 1),
+    ("per_device_eval_batch_size", "at least 1", lambda v: v >= 1),
+    ("gradient_accumulation_steps", "at least 1", lambda v: v >= 1),
+    ("learning_rate", "a number above 0", lambda v: 0 < v < math.inf),
+    ("weight_decay", "0 or more", lambda v: 0 <= v < math.inf),
+    ("max_length", "at least 1, or null in a recipe", lambda v: v is None or v >= 1),
+    ("max_steps", "at least 1, or -1 to go by --num_train_epochs", lambda v: v >= 1 or v == -1),
+    ("num_train_epochs", "above 0", lambda v: 0 < v < math.inf),
+    ("logging_steps", "above 0", lambda v: v > 0),
+    ("save_steps", "above 0", lambda v: v > 0),
+    ("lora_r", "at least 1", lambda v: v >= 1),
+    ("lora_alpha", "above 0", lambda v: v > 0),
+    ("lora_dropout", "0 or more and below 1", lambda v: 0 <= v < 1),
+]
+
+
+def check_ranges(model_args, training_args) -> None:
+    """Numbers that would train nothing, or something else, without an error."""
+    for name, what, good in RANGES:
+        value = getattr(model_args if hasattr(model_args, name) else training_args, name)
+        if not good(value):
+            raise ValueError(f"--{name} {value} must be {what}")
+
+
+def settle_mixed_precision(training_args) -> list[str]:
+    """Make the arguments decide, since Accelerate takes its config's mixed precision where they say none.
+
+    Returns a line for the health check if the two differ.
+    """
+    decided, configured = training_args.mixed_precision or "no", os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    os.environ["ACCELERATE_MIXED_PRECISION"] = decided
+    if decided == configured:
+        return []
+    return [f"mixed_precision: {configured} in the Accelerate config is overruled by the arguments: {decided}"]
+
+
+def check_files(model_args, training_args, fsdp: FsdpSettings | None) -> None:
     """The output folder and the checkpoint to resume from."""
     folder = Path(training_args.output_dir)
     if folder.exists() and not folder.is_dir():
@@ -250,6 +306,39 @@ def check_files(training_args) -> None:
             f"--resume_from_checkpoint {checkpoint} is not complete (no {', '.join(missing)}): resuming from it would "
             "silently start those anew; name another checkpoint-N"
         )
+    check_checkpoint(Path(checkpoint), model_args, training_args, fsdp)
+
+
+def check_checkpoint(folder: Path, model_args, training_args, fsdp: FsdpSettings | None) -> None:
+    """A complete checkpoint against the run that wants to go on from it."""
+    name = f"--resume_from_checkpoint {folder}"
+    try:
+        state = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
+        step, epoch = state["global_step"], state["epoch"] or 0
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"{name}: trainer_state.json is damaged ({error}); name another checkpoint-N") from None
+    limit = training_args.max_steps
+    if step >= limit if limit > 0 else epoch >= training_args.num_train_epochs:
+        raise ValueError(
+            f"{name} is the end of a finished run (step {step}): raise --max_steps or --num_train_epochs to train further"
+        )
+    sharded = (folder / "optimizer_0" / ".metadata").is_file() or (folder / "optimizer.bin").is_file()
+    if (fsdp and not sharded) or (not fsdp and not (folder / "optimizer.pt").is_file()):
+        kind = "FSDP" if fsdp else "one device or DDP"
+        raise ValueError(
+            f"{name} holds no optimizer state that {kind} can read: resume with the strategy it was written with"
+        )
+    if not model_args.use_peft_lora:
+        return
+    try:
+        with safe_open(folder / "adapter_model.safetensors", "pt") as file:
+            file.keys()
+        saved = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ValueError(f"{name}: its adapter is missing or damaged ({error}); name another checkpoint-N") from None
+    for key, flag in (("r", "lora_r"), ("lora_alpha", "lora_alpha"), ("use_dora", "use_dora"), ("use_rslora", "use_rslora")):
+        if saved.get(key) != getattr(model_args, flag):
+            raise ValueError(f"{name} was trained with --{flag} {saved.get(key)}, now it is {getattr(model_args, flag)}")
 
 
 def check_launch(model_args, training_args, fsdp: FsdpSettings | None, config) -> None:
@@ -258,11 +347,8 @@ def check_launch(model_args, training_args, fsdp: FsdpSettings | None, config) -
     check_precision(model_args, training_args, fsdp, config)
     check_fsdp(model_args, training_args, fsdp, config)
     check_trainer(model_args, training_args, fsdp)
-    check_files(training_args)
+    check_ranges(model_args, training_args)
+    check_files(model_args, training_args, fsdp)
     utils.attention_implementation(model_args.use_flash_attn, training_args.use_cpu)
     if model_args.use_peft_lora:
-        if not 0 <= model_args.lora_dropout < 1 or model_args.lora_r < 1:
-            raise ValueError(
-                f"--lora_r {model_args.lora_r} --lora_dropout {model_args.lora_dropout}: r >= 1, 0 <= dropout < 1"
-            )
         utils.check_target_modules(model_args.lora_target_modules, utils.meta_model(config, training_args.trust_remote_code))

@@ -111,12 +111,30 @@ def tokenize(
 
 
 def length_notes(dataset: Dataset, max_length: int | None) -> list[str]:
-    """How many rows are longer than `max_length`, as a line for the health check; none if all fit."""
-    lengths = [len(ids) for ids in dataset["input_ids"]]
-    long = sum(length > max_length for length in lengths) if max_length else 0
-    if not long:
+    """What cutting to `max_length` does, as lines for the health check; none if all rows fit.
+
+    Raises:
+        ValueError: no row keeps a supervised token.
+    """
+    if max_length is None:
         return []
-    return [f"{long} of {len(lengths)} rows are longer than --max_length {max_length} (longest: {max(lengths)}) and are cut"]
+    lengths = [len(ids) for ids in dataset["input_ids"]]
+    long = sum(length > max_length for length in lengths)
+    lost = sum(all(label == IGNORE_INDEX for label in labels[:max_length]) for labels in dataset["labels"]) if long else 0
+    if lost == len(lengths):
+        raise ValueError(
+            f"--max_length {max_length} cuts every row before its first supervised token (longest: {max(lengths)})"
+        )
+    notes = []
+    if long:
+        notes.append(
+            f"{long} of {len(lengths)} rows are longer than --max_length {max_length} (longest: {max(lengths)}) and are cut"
+        )
+    if lost:
+        notes.append(
+            f"{lost} of {len(lengths)} rows have no supervised token before --max_length {max_length}: they teach nothing"
+        )
+    return notes
 
 
 def encode_example(

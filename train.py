@@ -23,7 +23,7 @@ import data
 import peft_fsdp
 import sharding
 import utils
-from adapter import AdapterSFTTrainer
+from adapter import AdapterSFTTrainer, WrongAdapter
 from errors import fail, one_line_errors
 from health import HealthCheck
 
@@ -37,6 +37,7 @@ def main(argv: list[str] | None = None) -> AdapterSFTTrainer:
         notes = cpu_fsdp.enable(command.use_cpu)
         model_args, data_args, training_args = command.build()
         checks.check_world(PartialState().num_processes)
+        notes += checks.settle_mixed_precision(training_args)
         set_seed(training_args.seed)
 
         # Check everything that needs no weights.
@@ -53,6 +54,9 @@ def main(argv: list[str] | None = None) -> AdapterSFTTrainer:
         with training_args.main_process_first(local=False), training_args.main_process_first(local=True):
             train_dataset, eval_dataset = prepare_datasets(data_args, training_args, tokenizer)
         notes += data.length_notes(train_dataset, training_args.max_length)
+        # Embedding rows that no checkpoint fills are trained: of tokens added here, or before without resizing the model.
+        unfilled = range(config.get_text_config().vocab_size, len(tokenizer))
+        new_token_ids = sorted({*new_token_ids, *unfilled} - {tokenizer.pad_token_id})
 
         # Model and LoRA configuration.
         model = utils.create_and_prepare_model(model_args, training_args.use_cpu, trust, tokenizer)
@@ -95,7 +99,7 @@ def main(argv: list[str] | None = None) -> AdapterSFTTrainer:
     # Train, then save: the adapter, complete, whatever fsdp_state_dict_type says.
     try:
         trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
-    except sharding.NotInForce as error:
+    except (sharding.NotInForce, WrongAdapter) as error:
         fail(str(error))
     trainer.save_model(_internal_call=True)
     trainer.save_state()
@@ -107,6 +111,11 @@ def main(argv: list[str] | None = None) -> AdapterSFTTrainer:
 def prepare_datasets(data_args, training_args, tokenizer):
     """The tokenised training and evaluation splits; the second is None if `--splits` names one split only."""
     train, evaluation = data.load_splits(data_args.dataset_name, data_args.splits, data_args.dataset_config_name)
+    if evaluation is not None and training_args.eval_strategy == "no":
+        raise ValueError(
+            f"--splits {data_args.splits} names a split to evaluate on but --eval_strategy is no: add "
+            "--eval_strategy epoch, or name the first split only"
+        )
     if evaluation is None and training_args.eval_strategy != "no":
         raise ValueError(
             f"--eval_strategy {training_args.eval_strategy.value} needs a split to evaluate on: name a second one in "

@@ -7,6 +7,7 @@ import re
 
 import torch
 from peft import LoraConfig
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import is_kernels_available
@@ -22,7 +23,7 @@ def load_config(model_name_or_path: str, revision: str | None = None, trust_remo
     """
     try:
         return AutoConfig.from_pretrained(model_name_or_path, revision=revision, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # a damaged config.json raises what its reader happens to
         raise ValueError(
             f"no model at --model_name_or_path {model_name_or_path}: give a Hub id you can reach or a local folder with a "
             f"config.json ({str(error).splitlines()[0]})"
@@ -101,14 +102,28 @@ def create_and_prepare_model(model_args, use_cpu: bool, trust_remote_code: bool,
     dtype = model_args.dtype
     if model_args.use_4bit_quantization and model_args.bnb_4bit_quant_storage_dtype != "uint8":
         dtype = model_args.bnb_4bit_quant_storage_dtype
-    model = AutoModelForCausalLM.from_pretrained(
-        model_args.model_name_or_path,
-        revision=model_args.model_revision,
-        trust_remote_code=trust_remote_code,
-        quantization_config=quantization,
-        attn_implementation=attention_implementation(model_args.use_flash_attn, use_cpu),
-        dtype=dtype if dtype == "auto" else getattr(torch, dtype),
-    )
+    attention = attention_implementation(model_args.use_flash_attn, use_cpu)
+    try:
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            model_args.model_name_or_path,
+            revision=model_args.model_revision,
+            trust_remote_code=trust_remote_code,
+            quantization_config=quantization,
+            attn_implementation=attention,
+            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+            output_loading_info=True,
+        )
+    except (SafetensorError, OSError, RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(
+            f"--model_name_or_path {model_args.model_name_or_path}: its weights cannot be loaded ({reason})"
+        ) from error
+    missing = sorted(loaded["missing_keys"])
+    if missing:  # Transformers fills them with random numbers and goes on
+        raise ValueError(
+            f"--model_name_or_path {model_args.model_name_or_path}: the checkpoint lacks {len(missing)} weights that its "
+            f"config.json asks for (first: {missing[0]})"
+        )
     # Never shrink: many checkpoints pad their vocabulary beyond the tokenizer's.
     if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
         model.resize_token_embeddings(len(tokenizer))
@@ -133,6 +148,8 @@ def target_modules(value: str) -> str | list[str]:
     """
     if value == "all-linear":
         return value
+    if not value.strip():
+        raise ValueError("--lora_target_modules is empty: use all-linear, a comma list of names or a regex")
     names = [name.strip() for name in value.split(",") if name.strip()]
     if names and all(re.fullmatch(r"\w+(\.\w+)*", name) for name in names):
         return names

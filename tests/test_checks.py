@@ -67,7 +67,14 @@ Q8 = ["--use_8bit_quantization", "True"]
         ("neither a comma list of names nor a regex", ["--lora_target_modules", "(q_proj"], {}, "fp32"),
         ("needs a CUDA GPU", ["--use_flash_attn", "True"], {}, "fp32"),
         ("does not exist: name a checkpoint-N", ["--resume_from_checkpoint", "none/checkpoint-3"], {}, "fp32"),
-        ("r >= 1", ["--lora_r", "0"], {}, "fp32"),
+        ("--lora_r 0 must be at least 1", ["--lora_r", "0"], {}, "fp32"),
+        ("--lora_dropout 1.0 must be", ["--lora_dropout", "1"], {}, "fp32"),
+        ("--gradient_accumulation_steps -2 must be at least 1", ["--gradient_accumulation_steps", "-2"], {}, "fp32"),
+        ("--per_device_train_batch_size 0 must be", ["--per_device_train_batch_size", "0"], {}, "fp32"),
+        ("--max_steps 0 must be", ["--max_steps", "0"], {}, "fp32"),
+        ("--max_length -4 must be", ["--max_length", "-4"], {}, "fp32"),
+        ("--learning_rate nan must be", ["--learning_rate", "nan"], {}, "fp32"),
+        ("embed_tokens: FSDP1 cannot", ["--lora_target_modules", "q_proj,embed_tokens"], FSDP1, "fp32"),
         ("lm_head: TRL's loss reads", ["--lora_target_modules", "q_proj,lm_head"], {}, "fp32"),
         ("lets rows attend to each other", ["--packing", "True", "--packing_strategy", "wrapped"], {}, "fp32"),
         ("padding_free True does not cut", ["--padding_free", "True"], {}, "fp32"),
@@ -118,6 +125,92 @@ def test_flash_attention_is_never_replaced_quietly(monkeypatch):
     with pytest.raises(ValueError, match=r"requirements-gpu.txt.*pip install kernels"):
         utils.attention_implementation(True)
     assert utils.attention_implementation(False) == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("message", "state", "config"),
+    [
+        ("trainer_state.json is damaged", "{", {}),
+        ("is the end of a finished run", '{"global_step": 9, "epoch": 1}', {}),
+        ("holds no optimizer state that FSDP can read", '{"global_step": 1, "epoch": 0.1}', {}),
+        ("trained with --lora_r 8, now it is 16", '{"global_step": 1, "epoch": 0.1}', {"r": 8}),
+        ("adapter is missing or damaged", '{"global_step": 1, "epoch": 0.1}', {"r": 16, "damaged": True}),
+    ],
+)
+def test_checkpoint_of_another_run(monkeypatch, assets, tmp_path, message, state, config):
+    import json
+
+    from safetensors.torch import save_file
+
+    folder = tmp_path / "checkpoint-3"
+    (folder / "optimizer_0").mkdir(parents=True)
+    (folder / "scheduler.pt").write_text("")
+    (folder / "trainer_state.json").write_text(state)
+    if config:
+        (folder / "optimizer_0" / ".metadata").write_text("")
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+        save_file({"a": torch.zeros(9)}, folder / "adapter_model.safetensors")
+        if config.pop("damaged", False):
+            whole = (folder / "adapter_model.safetensors").read_bytes()
+            (folder / "adapter_model.safetensors").write_bytes(whole[:-8])
+    refused(monkeypatch, assets, message, "--resume_from_checkpoint", str(folder), "--max_steps", "9", env=FSDP2)
+
+
+def test_the_arguments_decide_on_mixed_precision(monkeypatch):
+    import os
+
+    args = arguments.parse(
+        ["--model_name_or_path", "m", "--dataset_name", "d", "--use_cpu", "True", "--bf16", "False"]
+    ).build()[2]
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert checks.settle_mixed_precision(args) == [
+        "mixed_precision: bf16 in the Accelerate config is overruled by the arguments: no"
+    ]
+    assert os.environ["ACCELERATE_MIXED_PRECISION"] == "no"
+    assert checks.settle_mixed_precision(args) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("ACCELERATE_USE_FSDP", "1", "reads only true and false"),
+        ("FSDP_SHARDING_STRATEGY", "FULL_SHARDD", "is none of FULL_SHARD"),
+    ],
+)
+def test_environment_values_that_accelerate_would_ignore(monkeypatch, name, value, message):
+    for key, setting in {**FSDP1, name: value}.items():
+        monkeypatch.setenv(key, setting)
+    with pytest.raises(ValueError, match=message):
+        checks.FsdpSettings.from_environment()
+
+
+def test_weights_that_do_not_fit_the_config(assets, tmp_path):
+    """Transformers would fill a missing layer with random numbers and train an adapter over it."""
+    import json
+    import shutil
+
+    def load(change):
+        folder = tmp_path / f"copy{len(list(tmp_path.iterdir()))}"
+        shutil.copytree(assets["fp32"], folder)
+        change(folder)
+        flags = ["--model_name_or_path", str(folder), "--dataset_name", "d", "--use_cpu", "True"]
+        model_args = arguments.parse(flags).build()[0]
+        tokenizer = __import__("chat").prepare_tokenizer(str(folder), "chatml")[0]
+        return utils.create_and_prepare_model(model_args, True, False, tokenizer)
+
+    def one_layer_more(folder):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3, "layer_types": None}))
+
+    def truncated(folder):
+        whole = (folder / "model.safetensors").read_bytes()
+        (folder / "model.safetensors").write_bytes(whole[:-100])
+
+    assert load(lambda folder: None) is not None
+    with pytest.raises(ValueError, match=r"the checkpoint lacks 9 weights .*layers\.2\."):
+        load(one_layer_more)
+    with pytest.raises(ValueError, match="its weights cannot be loaded"):
+        load(truncated)
 
 
 class TestProcesses:

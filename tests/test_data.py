@@ -186,3 +186,8 @@ def test_local_data_has_no_configuration_and_long_rows_are_counted(assets, token
         f"{over} of {len(rows)} rows are longer than --max_length 20 (longest: {longest}) and are cut"
     ]
     assert data.length_notes(rows, longest) == [] == data.length_notes(rows, None)
+    with pytest.raises(ValueError, match="cuts every row before its first supervised token"):
+        answers = data.tokenize(
+            data.load_splits(str(assets["data"]), "train")[0], "train", tokenizer, assistant_only_loss=True
+        )
+        data.length_notes(answers, 3)
