@@ -7,7 +7,7 @@ cd "$(dirname "$0")"
 export HF_HUB_DISABLE_TELEMETRY=1
 
 accelerate launch --config_file "${CONFIG:-configs/ddp_config.yaml}" ${NUM_PROCESSES:+--num_processes "$NUM_PROCESSES"} \
-    ${PORT:+--main_process_port "$PORT"} train.py \
+    ${PORT:+--main_process_port "$PORT"} ${SCRIPT:-train.py} \
     --seed 100 \
     --model_name_or_path "${MODEL:-meta-llama/Llama-3.1-8B-Instruct}" \
     --dataset_name "${DATASET:-HuggingFaceH4/ultrachat_200k}" --splits "${SPLITS:-train_sft,test_sft[:500]}" \

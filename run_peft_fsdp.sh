@@ -7,7 +7,7 @@ cd "$(dirname "$0")"
 export HF_HUB_DISABLE_TELEMETRY=1
 
 accelerate launch --config_file "${CONFIG:-configs/fsdp_config.yaml}" ${NUM_PROCESSES:+--num_processes "$NUM_PROCESSES"} \
-    ${PORT:+--main_process_port "$PORT"} train.py \
+    ${PORT:+--main_process_port "$PORT"} ${SCRIPT:-train.py} \
     --seed 100 \
     --model_name_or_path "${MODEL:-meta-llama/Llama-2-70b-hf}" \
     --dataset_name "${DATASET:-smangrul/ultrachat-10k-chatml}" \

@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$(dirname "$0")"
 export HF_HUB_DISABLE_TELEMETRY=1
 
-accelerate launch --config_file "${CONFIG:-configs/single_config.yaml}" train.py \
+accelerate launch --config_file "${CONFIG:-configs/single_config.yaml}" ${SCRIPT:-train.py} \
     --seed 100 \
     --model_name_or_path "${MODEL:-meta-llama/Llama-3.1-8B-Instruct}" \
     --dataset_name "${DATASET:-HuggingFaceH4/ultrachat_200k}" --splits "${SPLITS:-train_sft,test_sft[:500]}" \

@@ -1,6 +1,7 @@
 """Runs train.py's main() under a launcher for several cases, and writes what each rank really held. Used by the tests.
 
     accelerate launch --config_file C tests/probe.py cases.json
+    PROBE_OUT=prefix SCRIPT=tests/probe.py bash run_peft_fsdp.sh ...    one run with the launcher's own flags
 
 A case is {"name", "argv", "env"}; `env` overrides what the Accelerate config set (FSDP_VERSION, ACCELERATE_USE_FSDP, ...),
 so one launch, and its ten seconds of imports, serves several strategies. Facts come from the parameters, never from what
@@ -94,6 +95,11 @@ def run(case: dict, out: Path) -> None:
 
 
 if __name__ == "__main__":
+    if not sys.argv[1].endswith(".json"):
+        prefix = Path(os.environ["PROBE_OUT"])
+        transformers.trainer.DEFAULT_CALLBACKS.append(Probe)
+        run({"name": prefix.name, "argv": sys.argv[1:]}, prefix.parent)
+        sys.exit()
     cases = json.loads(Path(sys.argv[1]).read_text())
     transformers.trainer.DEFAULT_CALLBACKS.append(Probe)
     for case in cases["cases"]:

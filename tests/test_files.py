@@ -90,7 +90,7 @@ def test_launchers(path):
         assert (ROOT / name).is_file(), name
     if "train.py" in text and path.name.startswith("run_peft"):
         assert '"$@"' in text
-        flags = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text.split("train.py", 1)[1].replace('"$@"', ""))
+        flags = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text).split("train.py", 1)[1].replace('"$@"', "")
         arguments.parse([*shlex.split(flags.replace("\\\n", " ")), "--use_cpu", "True"])
 
 

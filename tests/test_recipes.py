@@ -50,7 +50,7 @@ def read_adapter(folder) -> dict:
 @pytest.mark.parametrize(("script", "guide"), [("run_peft_fsdp.sh", GUIDE_LORA), ("run_peft_qlora_fsdp.sh", GUIDE_QLORA)])
 def test_launchers_hold_the_guides_commands(script, guide):
     text = (ROOT / script).read_text()
-    text = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text.split("train.py", 1)[1]).replace("\\\n", " ").replace('"$@"', "")
+    text = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text).split("train.py", 1)[1].replace("\\\n", " ").replace('"$@"', "")
     assert text.split() == guide.split()
 
 
@@ -151,7 +151,7 @@ def test_guide_commands_verbatim(assets, tmp_path, script, config, base):
     command += ["--hub_strategy", "every_save"]
     result = run(
         command, check=False, MODEL=str(assets[base]), DATASET=str(assets["data"]), CONFIG=config, NUM_PROCESSES="2",
-        OUTPUT_DIR=str(tmp_path / "out"), PORT=free_port(),
+        OUTPUT_DIR=str(tmp_path / "out"), PORT=free_port(), SCRIPT="tests/probe.py", PROBE_OUT=str(tmp_path / "facts"),
     )  # fmt: skip
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
     adapter = read_adapter(tmp_path / "out")
@@ -159,5 +159,6 @@ def test_guide_commands_verbatim(assets, tmp_path, script, config, base):
     rows |= {"base_model.model.lm_head.token_adapter.trainable_tokens_delta"}
     assert set(adapter) == lora_keys() | (rows if base == "no_chatml" else set())
     assert set(read_adapter(tmp_path / "out" / "checkpoint-1")) == set(adapter)
-    strategy = "FSDP2" if "fsdp2" in config else "FSDP1"
-    assert f"strategy in force       {strategy}, 2 processes on cpu" in result.stdout
+    facts = [json.loads((tmp_path / f"facts.rank{rank}.json").read_text()) for rank in range(2)]
+    assert_sharded(facts, 2 if "fsdp2" in config else 1, replicated=None if "fsdp2" in config else "trainable_tokens_delta")
+    assert_frozen(facts)
