@@ -278,8 +278,9 @@ def settle_mixed_precision(training_args) -> list[str]:
 
     Returns a line for the health check if the two differ.
     """
-    decided, configured = training_args.mixed_precision or "no", os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    os.environ["ACCELERATE_MIXED_PRECISION"] = decided
+    configured = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    decided = "fp16" if training_args.fp16 else "bf16" if training_args.bf16 else "no"
+    os.environ["ACCELERATE_MIXED_PRECISION"] = training_args.mixed_precision = decided
     if decided == configured:
         return []
     return [f"mixed_precision: {configured} in the Accelerate config is overruled by the arguments: {decided}"]
