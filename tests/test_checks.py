@@ -159,14 +159,13 @@ def test_checkpoint_of_another_run(monkeypatch, assets, tmp_path, message, state
 def test_the_arguments_decide_on_mixed_precision(monkeypatch):
     import os
 
-    args = arguments.parse(
-        ["--model_name_or_path", "m", "--dataset_name", "d", "--use_cpu", "True", "--bf16", "False"]
-    ).build()[2]
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    flags = ["--model_name_or_path", "m", "--dataset_name", "d", "--use_cpu", "True", "--bf16", "False"]
+    args = arguments.parse(flags).build()[2]
     assert checks.settle_mixed_precision(args) == [
         "mixed_precision: bf16 in the Accelerate config is overruled by the arguments: no"
     ]
-    assert os.environ["ACCELERATE_MIXED_PRECISION"] == "no"
+    assert os.environ["ACCELERATE_MIXED_PRECISION"] == args.mixed_precision == "no"
     assert checks.settle_mixed_precision(args) == []
 
 
