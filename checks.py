@@ -132,16 +132,27 @@ def check_quantization(model_args, fsdp: FsdpSettings | None, config) -> None:
             f"--dtype {model_args.dtype} contradicts --bnb_4bit_quant_storage_dtype {storage}: in a 4-bit model the other "
             "weights take the storage type; drop --dtype"
         )
-    stored = getattr(config, "quantization_config", None)
-    if stored is not None and (four or eight):
+    stored = utils.stored_quantization(config)
+    if not stored:
+        return
+    if stored.get("load_in_4bit") and stored.get("quant_method", "bitsandbytes") == "bitsandbytes":
+        if not four:
+            raise ValueError("the checkpoint is already quantised to 4 bits: add --use_4bit_quantization True")
+        for flag, key, default in (
+            ("bnb_4bit_quant_type", "bnb_4bit_quant_type", "fp4"),
+            ("use_nested_quant", "bnb_4bit_use_double_quant", False),
+        ):
+            value, kept = getattr(model_args, flag), stored.get(key, default)
+            if value != kept:
+                raise ValueError(
+                    f"--{flag} {value}: the checkpoint is already quantised with {kept}, which cannot be changed; pass "
+                    f"--{flag} {kept}, or give the 16-bit checkpoint"
+                )
+    elif four or eight or fsdp:
         raise ValueError(
-            "--use_4bit_quantization / --use_8bit_quantization True: the checkpoint is already quantised and would keep "
-            "its own settings; give the 16-bit checkpoint"
-        )
-    if stored is not None and fsdp:
-        raise ValueError(
-            "FSDP with a checkpoint that is already quantised is not supported: give the 16-bit checkpoint and "
-            "--use_4bit_quantization True"
+            f"the checkpoint is already quantised ({stored.get('quant_method', 'unknown method')}), which "
+            f"{'FSDP cannot shard' if fsdp else '4-bit and 8-bit flags do not change'}: give the 16-bit checkpoint"
+            + (", or one in bitsandbytes' 4 bits, and --use_4bit_quantization True" if fsdp else "")
         )
 
 

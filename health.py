@@ -59,9 +59,11 @@ class HealthCheck(TrainerCallback):
         shards: False if the sharding strategy replicates on purpose (NO_SHARD, HYBRID_*).
         new_token_ids: ids of tokens that were added and whose rows are trained.
         notes: lines to add, such as settings that were changed for this machine.
+        deferred: what fills the shards (`loading.Deferred`), or None if `from_pretrained` loaded the model.
     """
 
-    def __init__(self, trainer, requested: str | None, shards: bool = True, new_token_ids=(), notes: list[str] = ()):
+    def __init__(self, trainer, requested: str | None, shards=True, new_token_ids=(), notes: list[str] = (), deferred=None):
+        self.deferred = deferred
         self.trainer, self.requested, self.shards = trainer, requested, shards
         self.new_token_ids, self.notes = list(new_token_ids), notes  # more may be added until training starts
         self.counts = count_parameters(trainer.model)
@@ -102,6 +104,8 @@ class HealthCheck(TrainerCallback):
         rows.append(("held by each rank", f"{each} of the parameters ({human(held.local_bytes, 'B')} on rank 0)"))
         if held.units:
             rows.append(("wrapped units", f"{held.units}"))
+        whole = "from_pretrained: every process read and holds all of them"
+        rows.append(("weights", self.deferred.report if self.deferred else whole))
         rows.append(("mixed precision", args.mixed_precision or "no"))
         checkpointing = "off"
         if args.gradient_checkpointing:

@@ -7,6 +7,7 @@
 What differs between a laptop rehearsal, one GPU and eight GPUs is the Accelerate config and the flags, never the code.
 """
 
+import contextlib
 import os
 
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # read when huggingface_hub is imported, so before anything else
@@ -20,6 +21,7 @@ import chat
 import checks
 import cpu_fsdp
 import data
+import loading
 import peft_fsdp
 import sharding
 import utils
@@ -59,30 +61,40 @@ def main(argv: list[str] | None = None) -> AdapterSFTTrainer:
         new_token_ids = sorted({*new_token_ids, *unfilled} - {tokenizer.pad_token_id})
 
         # Model and LoRA configuration.
-        model = utils.create_and_prepare_model(model_args, training_args.use_cpu, trust, tokenizer)
+        model, deferred = utils.create_and_prepare_model(
+            model_args, training_args.use_cpu, trust, tokenizer, config, sharded=fsdp is not None
+        )
+        if deferred is not None:
+            ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            deferred.check_room(training_args.device, fsdp.offload_params, PartialState().num_processes, ranks_here)
         cpu_fsdp.keep_4bit_layout(model)
         peft_config = utils.create_peft_config(model_args, new_token_ids, model)
 
-        # Trainer.
-        trainer = AdapterSFTTrainer(
-            model=model,
-            processing_class=tokenizer,
-            args=training_args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            peft_config=peft_config,
-        )
+        # Trainer. Under FSDP the model has no memory yet, and the draw of the adapter's initial values is recorded.
+        with deferred.recorded() if deferred else contextlib.nullcontext():
+            trainer = AdapterSFTTrainer(
+                model=model,
+                processing_class=tokenizer,
+                args=training_args,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                peft_config=peft_config,
+            )
         if peft_config is not None:
             peft_fsdp.restore_fp32_masters(trainer.model)
             peft_fsdp.give_token_rows_a_bias(trainer.model)
 
         # Health check: printed once the Trainer has wrapped the model, before the first step.
         shards = fsdp is None or fsdp.version == 2 or fsdp.sharding_strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "1", "2")
-        trainer.add_callback(HealthCheck(trainer, fsdp and fsdp.name, shards, new_token_ids, notes))
+        trainer.add_callback(HealthCheck(trainer, fsdp and fsdp.name, shards, new_token_ids, notes, deferred))
 
     # With FSDP1, trained and frozen parameters cannot share a unit (use_orig_params is false), so PEFT's policy wraps the
     # trained ones on their own. FSDP2 shards parameter by parameter and keeps the policy of the Accelerate config.
     fsdp_plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if deferred is not None:
+        if fsdp_plugin is None:
+            fail(f"{fsdp.name} was asked for but DDP is in force: the model would not be sharded")
+        deferred.fill_when_wrapped(trainer)
     if peft_config is not None and fsdp_plugin is not None and fsdp_plugin.fsdp_version == 1:
         fsdp_plugin.auto_wrap_policy = fsdp_auto_wrap_policy(trainer.model)
         fsdp_plugin.ignored_modules = peft_fsdp.replicate_token_rows(trainer.model, training_args.device) or None
@@ -99,7 +111,7 @@ def main(argv: list[str] | None = None) -> AdapterSFTTrainer:
     # Train, then save: the adapter, complete, whatever fsdp_state_dict_type says.
     try:
         trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
-    except (sharding.NotInForce, WrongAdapter) as error:
+    except (sharding.NotInForce, WrongAdapter, loading.LoadingFailed) as error:
         fail(str(error))
     trainer.save_model(_internal_call=True)
     trainer.save_state()

@@ -12,6 +12,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import is_kernels_available
 
+import loading
+
 FLASH_ATTENTION_KERNEL = "kernels-community/flash-attn2"
 
 
@@ -36,14 +38,16 @@ def meta_model(config: PretrainedConfig, trust_remote_code: bool = False) -> Pre
         return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
 
 
-def attention_implementation(use_flash_attn: bool, use_cpu: bool = False) -> str:
+def attention_implementation(use_flash_attn: bool, use_cpu: bool = False) -> str | None:
     """What `--use_flash_attn` stands for on this machine: an installed flash-attn, else the hub kernel; never a fallback.
+
+    Without it, None: the model's own choice, which is SDPA unless its code has none (Gemma-2).
 
     Raises:
         ValueError: FlashAttention was asked for and cannot be had.
     """
     if not use_flash_attn:
-        return "sdpa"
+        return None
     if use_cpu or not torch.cuda.is_available():
         raise ValueError("--use_flash_attn True needs a CUDA GPU: set --use_flash_attn False to use SDPA here")
     if _flash_attn_installed():
@@ -82,14 +86,26 @@ def quantization_config(
     return BitsAndBytesConfig(load_in_8bit=True) if use_8bit else None
 
 
-def create_and_prepare_model(model_args, use_cpu: bool, trust_remote_code: bool, tokenizer) -> PreTrainedModel:
-    """Load the base model and make room for the tokenizer's added tokens.
+def stored_quantization(config: PretrainedConfig) -> dict:
+    """The settings of a checkpoint that is already quantised, as in its `config.json`; empty if it is not."""
+    stored = getattr(config, "quantization_config", None) or {}
+    stored = stored.to_dict() if hasattr(stored, "to_dict") else dict(stored)
+    return {key.removeprefix("_"): value for key, value in stored.items()}
+
+
+def create_and_prepare_model(
+    model_args, use_cpu: bool, trust_remote_code: bool, tokenizer, config: PretrainedConfig, sharded: bool
+) -> tuple[PreTrainedModel, loading.Deferred | None]:
+    """The base model with room for the tokenizer's added tokens, whose rows start as the mean of the others.
 
     Base weights keep the checkpoint's type unless `--dtype` says otherwise. A 4-bit model's other weights take the
     quantisation storage type, because FSDP flattens a unit only if all its frozen weights share one type.
 
+    Args:
+        sharded: whether FSDP will shard it. Then no weight is read yet; see `loading.py`.
+
     Returns:
-        The model on CPU, or, if quantised for a GPU, on the device bitsandbytes quantised it on.
+        The model, and what will fill it if it is sharded. Otherwise it is on CPU, or, if quantised for a GPU, there.
     """
     quantization = quantization_config(
         model_args.use_4bit_quantization,
@@ -99,36 +115,80 @@ def create_and_prepare_model(model_args, use_cpu: bool, trust_remote_code: bool,
         model_args.bnb_4bit_compute_dtype,
         model_args.bnb_4bit_quant_storage_dtype,
     )
+    stored = stored_quantization(config)
+    if stored and quantization is not None:  # 4-bit weights stay what they are; what they are computed in can be chosen
+        quantization = BitsAndBytesConfig(
+            **{key: value for key, value in stored.items() if key.startswith(("llm_", "bnb_", "load_in"))}
+            | {"bnb_4bit_compute_dtype": quantization.bnb_4bit_compute_dtype}
+            | ({"bnb_4bit_quant_storage": quantization.bnb_4bit_quant_storage} if sharded else {})
+        )
+        if sharded:
+            del config.quantization_config  # the loader applies it
+        else:
+            config.quantization_config, quantization = quantization.to_dict(), None
     dtype = model_args.dtype
     if model_args.use_4bit_quantization and model_args.bnb_4bit_quant_storage_dtype != "uint8":
         dtype = model_args.bnb_4bit_quant_storage_dtype
+    name, revision = model_args.model_name_or_path, model_args.model_revision
     attention = attention_implementation(model_args.use_flash_attn, use_cpu)
+    deferred = None
+    if sharded:
+        deferred = loading.defer(
+            name,
+            config,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            dtype=dtype,
+            attention=attention,
+            quantization=quantization,
+        )
+        model = deferred.model
+        deferred.grow_vocabulary(len(tokenizer))
+    else:
+        model = _whole_model(name, config, revision, trust_remote_code, dtype, attention, quantization)
+        _grow_vocabulary(model, len(tokenizer))
+    _agree_on_special_tokens(model, tokenizer)
+    return model, deferred
+
+
+def _whole_model(name, config, revision, trust_remote_code, dtype, attention, quantization) -> PreTrainedModel:
     try:
         model, loaded = AutoModelForCausalLM.from_pretrained(
-            model_args.model_name_or_path,
-            revision=model_args.model_revision,
+            name,
+            config=config,
+            revision=revision,
             trust_remote_code=trust_remote_code,
             quantization_config=quantization,
             attn_implementation=attention,
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+            use_safetensors=True,  # a pickle runs code when it is read
             output_loading_info=True,
         )
     except (SafetensorError, OSError, RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())[:300]
-        raise ValueError(
-            f"--model_name_or_path {model_args.model_name_or_path}: its weights cannot be loaded ({reason})"
-        ) from error
-    missing = sorted(loaded["missing_keys"])
-    if missing:  # Transformers fills them with random numbers and goes on
-        raise ValueError(
-            f"--model_name_or_path {model_args.model_name_or_path}: the checkpoint lacks {len(missing)} weights that its "
-            f"config.json asks for (first: {missing[0]})"
-        )
-    # Never shrink: many checkpoints pad their vocabulary beyond the tokenizer's.
-    if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
-        model.resize_token_embeddings(len(tokenizer))
-    _agree_on_special_tokens(model, tokenizer)
+        raise ValueError(f"--model_name_or_path {name}: its weights cannot be loaded ({reason})") from error
+    for keys, what in (  # Transformers fills missing ones with random numbers and goes on
+        (loaded["missing_keys"], "lacks {} weights that its config.json asks for"),
+        (loaded["unexpected_keys"], "holds {} weights that its config.json has no place for"),
+    ):
+        if keys:
+            raise ValueError(f"--model_name_or_path {name}: the checkpoint {what.format(len(keys))} (first: {min(keys)})")
     return model
+
+
+def _grow_vocabulary(model: PreTrainedModel, size: int) -> None:
+    # Never shrink: many checkpoints pad their vocabulary beyond the tokenizer's.
+    rows = model.get_input_embeddings().weight.shape[0]
+    if size <= rows:
+        return
+    with torch.random.fork_rng(devices=[]):  # the draws are overwritten, and LoRA's do not depend on them
+        model.resize_token_embeddings(size, mean_resizing=False)
+    for layer in {model.get_input_embeddings(), model.get_output_embeddings()} - {None}:
+        weight = layer.weight.data
+        mean = loading.mean_of_rows(weight.view(-1), rows, weight.shape[1])
+        weight[rows:] = mean.to(weight.dtype)
+        if getattr(layer, "bias", None) is not None:
+            layer.bias.data[rows:] = 0
 
 
 def _agree_on_special_tokens(model: PreTrainedModel, tokenizer) -> None:

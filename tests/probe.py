@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import transformers.trainer
 from accelerate.state import AcceleratorState, GradientState
+from safetensors.torch import save_file
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
@@ -63,6 +64,66 @@ def describe(model) -> list[dict]:
     return out
 
 
+def full_bytes(model) -> dict[str, torch.Tensor]:
+    """Every parameter, whole, as bytes, and the statistics of 4-bit weights, under names that no wrapper changes. Collective."""
+    out = {}
+
+    def keep(name, tensor):
+        # PEFT and FSDP insert these; a 4-bit weight is a vector to FSDP1 and a column elsewhere, so bytes are compared.
+        for part in ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "module."):
+            name = name.replace(part, "")
+        out[name] = tensor.detach().contiguous().view(-1).view(torch.uint8).clone()
+
+    units = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDP)]
+    if units:
+        units[0][1].check_is_root()
+    for prefix, unit in units:
+        if unit._handle is None:
+            continue
+        infos = {(id(i.module), i.param_name): i for i in unit._handle.flat_param._param_infos}
+        with FSDP.summon_full_params(unit, recurse=False, writeback=False):
+            for name, module in unit.named_modules():
+                for (owner, attribute), info in infos.items():
+                    if owner == id(module):
+                        keep(f"{prefix}.{name}.{attribute}".lstrip("."), getattr(module, info.param_name))
+    for name, parameter in model.named_parameters():
+        if not name.endswith("_flat_param"):
+            keep(name, parameter.full_tensor() if isinstance(parameter, DTensor) else parameter)
+    for name, module in model.named_modules():
+        if getattr(module, "quant_state", None) is not None:
+            for part, value in module.quant_state.as_dict(packed=True).items():
+                keep(f"{name}.{part}", value)
+    for name, buffer in model.named_buffers():
+        keep(f"{name} (buffer)", buffer)
+    return out
+
+
+def logits(model) -> torch.Tensor:
+    """Of a fixed input, in evaluation mode, without autocast. A collective."""
+    training = model.training
+    model.eval()
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        out = model(input_ids=torch.arange(24).view(2, 12) + 5).logits
+    model.train(training)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    return out.contiguous()
+
+
+class Dump(TrainerCallback):
+    """For cases with "dump": the whole model as it was loaded, before the first step, from rank 0."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        tensors = full_bytes(model)
+        tensors["logits"] = logits(model)
+        if args.process_index == 0:
+            save_file(tensors, self.path)
+
+
 class Probe(TrainerCallback):
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         FACTS.update(parameters=describe(model), frozen_before=frozen_hash(model))
@@ -81,7 +142,11 @@ def run(case: dict, out: Path) -> None:
     os.environ.update(case.get("env", {}))
     FACTS.clear()
     FACTS["name"] = case["name"]
+    callbacks = transformers.trainer.DEFAULT_CALLBACKS
+    extra = [Dump(out / f"{case['name']}.safetensors")] if case.get("dump") else []
+    callbacks.extend(extra)
     trainer = train.main([str(item) for item in case["argv"]])
+    del callbacks[len(callbacks) - len(extra) :]
     rank = dist.get_rank() if dist.is_initialized() else 0
     (out / f"{case['name']}.rank{rank}.json").write_text(json.dumps(FACTS))
     trainer.accelerator.free_memory()

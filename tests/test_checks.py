@@ -124,7 +124,7 @@ def test_flash_attention_is_never_replaced_quietly(monkeypatch):
     monkeypatch.setattr(utils, "is_kernels_available", lambda: False)
     with pytest.raises(ValueError, match=r"requirements-gpu.txt.*pip install kernels"):
         utils.attention_implementation(True)
-    assert utils.attention_implementation(False) == "sdpa"
+    assert utils.attention_implementation(False) is None
 
 
 @pytest.mark.parametrize(

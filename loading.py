@@ -1,0 +1,655 @@
+"""Load a model under FSDP so that a rank reads and keeps its shard, and one tensor more while it loads.
+
+`from_pretrained` reads every weight on every rank, and bitsandbytes puts a whole 4-bit model on every GPU. Here the model
+and its adapter are built without memory (on the meta device), FSDP wraps and shards them, and only then are the shards
+filled, each from the slice of the safetensors file that it is. In order:
+
+    deferred = loading.defer(name, config, ...)      # reads headers; a checkpoint that does not fit is refused here
+    with deferred.recorded():                         # LoRA draws its initial values; how is recorded, not the values
+        trainer = SFTTrainer(model=deferred.model, peft_config=...)
+    deferred.fill_when_wrapped(trainer)               # the Accelerator shards, then the shards are filled
+
+- Plain weights are copied slice by slice into the shard, in the type the model has.
+- 4-bit weights are quantised in blocks, all of a tensor on every rank, because double quantisation's offset is a mean over
+  the whole tensor; packed bytes and statistics are bit for bit those of one process. The rank keeps its slice. Weights that
+  are stored in 4 bits are sliced as they are.
+- LoRA's initial values, DoRA's magnitudes and the rows of added tokens are those of one process with the same seed.
+"""
+
+import contextlib
+import functools
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import bitsandbytes
+import psutil
+import torch
+import torch.distributed as dist
+from bitsandbytes.functional import QuantState, get_4bit_type, quantize_blockwise
+from peft.tuners.lora.dora import DoraLinearLayer
+from peft.tuners.lora.layer import LoraLayer
+from peft.tuners.trainable_tokens import TrainableTokensLayer
+from safetensors import SafetensorError
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, _init_utils
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp._flat_param import FlatParameter, FlatParamHandle
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.auto import AutoHfQuantizer
+
+import weights
+
+# Elements that are quantised, averaged or dequantised at a time. bitsandbytes' CPU kernel needs 20 bytes for each, so it
+# bounds what comes on top of the shard; it is a multiple of every block size, so blocks are those of the whole tensor.
+CHUNK = 1 << 20
+
+
+class LoadingFailed(ValueError):
+    """A weight could not be read or there was no memory for it, after the checks had passed."""
+
+
+def mean_of_rows(flat, rows: int, width: int) -> torch.Tensor:
+    """The mean row of an embedding, float64 [width], read a block of rows at a time: what rows of added tokens start from.
+
+    Args:
+        flat: `flat[start:stop]` are those elements of the flattened [rows, width] matrix; a tensor or a `StoredWeight`.
+    """
+    total = torch.zeros(width, dtype=torch.float64)
+    step = max(CHUNK // width, 1)
+    for first in range(0, rows, step):
+        last = min(first + step, rows)
+        total += flat[first * width : last * width].view(-1, width).to("cpu", torch.float64).sum(0)
+    return total / rows
+
+
+def quantize_4bit(values: torch.Tensor, dtype: torch.dtype, device: torch.device, like) -> tuple[torch.Tensor, QuantState]:
+    """What bitsandbytes makes of a weight, bit for bit, with temporaries for `CHUNK` elements instead of for all.
+
+    Args:
+        values: [out, in], any float type, on the CPU.
+        dtype: the type it would have been loaded in; bitsandbytes quantises that.
+        device: where to quantise, and where the results are.
+        like: a `Params4bit` (of a `Linear4bit`) with the quantisation's settings.
+
+    Returns:
+        The packed weight, [n, 1] in the storage type, and its statistics, as `bitsandbytes.functional.quantize_4bit`.
+    """
+    flat = values.reshape(-1)
+    packed_per_item = 2 * like.quant_storage.itemsize
+    packed = torch.empty(-(-flat.numel() // packed_per_item), 1, dtype=like.quant_storage, device=device)
+    absmax = torch.empty(-(-flat.numel() // like.blocksize), dtype=torch.float32, device=device)
+    for start in range(0, flat.numel(), CHUNK):
+        part = flat[start : start + CHUNK].to(dtype).to(device)
+        bits, peaks = torch.ops.bitsandbytes.quantize_4bit.default(part, like.blocksize, like.quant_type, like.quant_storage)
+        packed[start // packed_per_item :][: len(bits)] = bits
+        absmax[start // like.blocksize :][: len(peaks)] = peaks
+    state = QuantState(
+        absmax=absmax,
+        shape=values.shape,
+        dtype=dtype,
+        blocksize=like.blocksize,
+        code=get_4bit_type(like.quant_type, device=device),
+        quant_type=like.quant_type,
+    )
+    if like.compress_statistics:
+        state.offset = absmax.mean()
+        state.absmax, state.state2 = quantize_blockwise(absmax - state.offset, blocksize=256)
+        state.nested = True
+    return packed, state
+
+
+class StoredWeight:
+    """A weight that is, or is made of, tensors of the checkpoint; `extra` rows of added tokens follow the stored ones."""
+
+    every_rank = False  # whether a rank that holds nothing of it has to do something all the same
+
+    def __init__(self, name: str, group: weights.Group, shape: torch.Size, dtype: torch.dtype, deferred: "Deferred"):
+        self.name, self.group, self.shape, self.dtype, self.deferred = name, group, shape, dtype, deferred
+        self.extra: torch.Tensor | None = None
+
+    @property
+    def order(self):
+        stored = self.group.checkpoint.tensors[self.group.key]
+        return (0, str(stored.file), self.group.key)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.group.checkpoint.tensors[key].nbytes for key, _ in self.group.keys)
+
+    def flat(self, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of the flattened weight, in the stored type."""
+        if self.group.converter is not None:
+            return self.deferred.converted(self.group)[self.name].reshape(-1)[start:stop]
+        if self.extra is None:
+            return self.group.checkpoint.read(self.group.key, start, stop)
+        stored = self.group.checkpoint.tensors[self.group.key].numel
+        parts = [self.group.checkpoint.read(self.group.key, start, min(stop, stored))] if start < stored else []
+        if stop > stored:
+            parts.append(
+                self.extra.reshape(-1)[max(start - stored, 0) : stop - stored].to(parts[0].dtype if parts else None)
+            )
+        return torch.cat(parts)
+
+    def __getitem__(self, elements: slice) -> torch.Tensor:
+        return self.flat(elements.start, elements.stop)
+
+    def whole(self) -> torch.Tensor:
+        return self.flat(0, self.shape.numel()).view(self.shape)
+
+    def base_weight(self, device: torch.device) -> torch.Tensor:
+        """As the layer computes with it, for DoRA's norm."""
+        return self.whole().to(self.dtype).to(device)
+
+    def fill(self, pieces: list["Piece"], device: torch.device) -> None:
+        for piece in pieces:
+            piece.into.copy_(self.flat(piece.start, piece.stop))
+
+
+class QuantizedWeight(StoredWeight):
+    """A 4-bit weight, quantised here or stored so; its layer gets the statistics, which every rank needs whole."""
+
+    every_rank = True
+
+    def __init__(self, name, group, layer: nn.Module, dtype, deferred):
+        super().__init__(name, group, layer.weight.shape, dtype, deferred)
+        self.layer, self.settings = layer, layer.weight
+
+    @property
+    def packed_numel(self) -> int:
+        out_in = self.layer.in_features * self.layer.out_features
+        return -(-out_in // (2 * self.settings.quant_storage.itemsize))
+
+    def stored_statistics(self, device: torch.device) -> QuantState:
+        read = self.group.checkpoint.whole
+        parts = {f"weight.{suffix}": read(key).clone() for suffix, key in self.group.statistics.items()}
+        return QuantState.from_dict(parts, device=device)
+
+    def packed(self, device: torch.device) -> tuple[torch.Tensor, QuantState]:
+        if self.group.statistics:
+            packed = self.group.checkpoint.read(self.group.key).to(device)
+            return packed.view(self.settings.quant_storage).view(-1, 1), self.stored_statistics(device)
+        values = self.deferred.converted(self.group)[self.name]
+        values = values.T if issubclass(self.layer.source_cls, Conv1D) else values
+        return quantize_4bit(values, self.dtype, device, self.settings)
+
+    def base_weight(self, device):
+        return bitsandbytes.functional.dequantize_4bit(*self.packed(device))
+
+    def fill(self, pieces, device):
+        if self.group.statistics:  # the bytes are those of the shard already, so only they are read
+            self.layer.quant_state = self.stored_statistics(device)
+            ratio = self.settings.quant_storage.itemsize / self.group.checkpoint.tensors[self.group.key].dtype.itemsize
+            for piece in pieces:
+                part = self.group.checkpoint.read(self.group.key, int(piece.start * ratio), int(piece.stop * ratio))
+                piece.into.view(torch.uint8).copy_(part.view(torch.uint8))
+            return
+        packed, self.layer.quant_state = self.packed(device)
+        flat = packed.reshape(-1)
+        for piece in pieces:
+            piece.into.copy_(flat[piece.start : piece.stop])
+
+
+class InitialLora:
+    """A LoRA matrix as PEFT would initialise it: its draw is repeated from the generator's state, one layer at a time."""
+
+    every_rank = False
+
+    def __init__(self, layer: LoraLayer, adapter: str, how, state: torch.Tensor, holder: str, steps: list[torch.dtype]):
+        self.layer, self.adapter, self.how, self.state, self.holder, self.steps = layer, adapter, how, state, holder, steps
+        # PEFT's own initialisation runs on stand-ins of these shapes, since the layer's matrices are shards by then.
+        self.shapes = {name: getattr(layer, name)[adapter] for name in ADAPTER_MATRICES if adapter in getattr(layer, name)}
+        self.shapes = {name: tuple(getattr(m, "weight", m).shape) for name, m in self.shapes.items()}
+
+    order = (1,)
+    nbytes = 0
+
+    def value(self) -> torch.Tensor:
+        made = {name: torch.empty(shape) for name, shape in self.shapes.items()}
+        stand_in = SimpleNamespace(
+            **{name: {} for name in ADAPTER_MATRICES},
+            lora_bias={self.adapter: False},
+            r=self.layer.r,
+            get_base_layer=lambda: None,
+        )
+        for name, tensor in made.items():
+            is_module = not name.startswith("lora_embedding")
+            getattr(stand_in, name)[self.adapter] = SimpleNamespace(weight=tensor) if is_module else tensor
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(self.state)
+            LoraLayer.reset_lora_parameters(stand_in, self.adapter, self.how)
+        value = made[self.holder]
+        for dtype in self.steps:  # PEFT and TRL round on the way to the final type
+            value = value.to(dtype)
+        return value
+
+    def fill(self, pieces, device):
+        value = self.value().reshape(-1) if pieces else None
+        for piece in pieces:
+            piece.into.copy_(value[piece.start : piece.stop])
+
+
+ADAPTER_MATRICES = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
+
+
+class InitialMagnitude:
+    """DoRA's magnitude: the norms of the base weight, which LoRA's zero does not change at first."""
+
+    every_rank = False
+    order = (2,)
+    nbytes = 0
+
+    def __init__(self, layer: DoraLinearLayer, base: StoredWeight, steps: list[torch.dtype]):
+        self.layer, self.base, self.steps = layer, base, steps
+
+    def fill(self, pieces, device):
+        if not pieces:
+            return
+        weight = self.base.base_weight(device)
+        value = self.layer.get_weight_norm(weight, torch.zeros((), dtype=weight.dtype, device=device), scaling=1)
+        for dtype in self.steps:
+            value = value.to(dtype)
+        for piece in pieces:
+            piece.into.copy_(value.reshape(-1)[piece.start : piece.stop])
+
+
+class Piece:
+    """Where elements [start, stop) of a flattened parameter belong on this rank: a one-dimensional view of its shard."""
+
+    def __init__(self, owner: tuple[nn.Module, str], start: int, into: torch.Tensor):
+        self.owner, self.start, self.stop, self.into = owner, start, start + into.numel(), into
+
+
+def pieces_of(model: nn.Module) -> Iterator[Piece]:
+    """The parts of parameters that this rank holds of a model that FSDP1 or FSDP2 has sharded."""
+    seen = set()
+    for module in model.modules():
+        handle = module._handle if isinstance(module, FSDP) else None
+        if handle is not None:
+            flat = handle.flat_param
+            for info, part in zip(flat._param_infos, flat._shard_param_infos, strict=True):
+                if part.in_shard:
+                    into = flat.data[part.offset_in_shard : part.offset_in_shard + part.numel_in_shard]
+                    yield Piece((info.module, info.param_name), part.intra_param_start_idx, into)
+        for name, parameter in module._parameters.items():
+            if not isinstance(parameter, DTensor) or id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            shape, offset = compute_local_shape_and_global_offset(
+                parameter.shape, parameter.device_mesh, parameter.placements
+            )
+            local = parameter._local_tensor
+            assert local.shape == torch.Size(shape) and shape[1:] == parameter.shape[1:], f"{name}: not sharded by rows"
+            if local.numel():
+                row = parameter.shape[1:].numel()
+                yield Piece((module, name), offset[0] * row, local.detach().view(-1))
+
+
+@contextlib.contextmanager
+def _fsdp1_wraps_without_memory():
+    # FSDP1 (torch 2.13) materialises a meta unit whole before it shards it, and takes the device it computes on from the
+    # weights. Here it flattens and shards on meta, and memory is allocated for the shard alone. Remove when it does.
+    compute_device, shard = _init_utils._get_compute_device, FlatParamHandle.shard
+
+    def device_of(module, ignored_params, device_from_device_id, rank, device_handle):
+        parameter = next(_init_utils._get_orig_params(module, ignored_params), None)
+        if parameter is not None and parameter.is_meta:
+            cpu = torch.device("cpu")  # without an index, as its tensors have it
+            return cpu if device_from_device_id.type == "cpu" else device_from_device_id
+        return compute_device(module, ignored_params, device_from_device_id, rank, device_handle)
+
+    def shard_on_meta(handle):
+        shard(handle)
+        meta = handle.flat_param
+        if meta.is_meta:
+            device = torch.device("cpu") if handle._offload_params else handle.device
+            data = torch.empty(meta.shape, dtype=meta.dtype, device=device)
+            data[data.numel() - meta._shard_numel_padded :].zero_()
+            handle.flat_param = FlatParameter(data, requires_grad=meta.requires_grad)
+            handle.flat_param.__dict__.update(meta.__dict__)
+            # Until a unit is first gathered, PEFT reads the shape, type and device of its weights, never an element.
+            shapes = {}
+            for (name, module, _), shape in zip(meta._param_infos, meta._shapes, strict=True):
+                shapes[module, name] = torch.empty((), dtype=meta.dtype, device=handle.device).expand(shape)
+                handle._setattr_tensor(module, name, shapes[module, name])
+            for name, module, _, first_name, first_module, _ in meta._shared_param_infos:
+                handle._setattr_tensor(module, name, shapes[first_module, first_name])
+
+    _init_utils._get_compute_device, FlatParamHandle.shard = device_of, shard_on_meta
+    try:
+        yield
+    finally:
+        _init_utils._get_compute_device, FlatParamHandle.shard = compute_device, shard
+
+
+def memory_held(device: torch.device) -> int:
+    """Bytes that loading costs this process: allocated on an accelerator, else anonymous memory (no page cache)."""
+    if device.type != "cpu":
+        return torch.accelerator.memory_allocated(device)
+    try:
+        with open("/proc/self/smaps_rollup", encoding="ascii") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("Anonymous:"))
+    except (OSError, StopIteration):
+        return psutil.Process().memory_info().rss
+
+
+def memory_available(device: torch.device) -> int:
+    """Bytes that can still be had on a device; on the CPU within the machine and the container."""
+    if device.type != "cpu":
+        return torch.accelerator.get_memory_info(device)[0]
+    available = psutil.virtual_memory().available
+    with contextlib.suppress(OSError, ValueError):
+        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.stat") as stat:
+            anonymous = next(int(line.split()[1]) for line in stat if line.startswith("anon "))
+            available = min(available, int(limit.read()) - anonymous)
+    return available
+
+
+def defer(
+    name: str,
+    config: PretrainedConfig,
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    dtype: str | torch.dtype = "auto",
+    attention: str | None = None,
+    quantization: BitsAndBytesConfig | None = None,
+) -> "Deferred":
+    """The model without its weights, and where each of them will come from.
+
+    Args:
+        name: a folder or Hub id with safetensors files.
+        dtype: of the weights; "auto" is the config's, else the checkpoint's.
+        quantization: 4-bit settings, or None. A checkpoint that is already in 4 bits brings its own.
+
+    Raises:
+        ValueError: the checkpoint is damaged or does not fit the config; see `weights.Checkpoint` and `weights.match`.
+    """
+    checkpoint = weights.Checkpoint(name, revision)
+    floating = [stored.dtype for stored in checkpoint.tensors.values() if stored.dtype.is_floating_point]
+    if dtype == "auto":
+        dtype = getattr(config, "dtype", None) or next(iter(floating), torch.float32)
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
+        )
+    model.config.name_or_path = name
+    groups = weights.match(model, checkpoint)
+    plan = model._get_dtype_plan(dtype)
+    for key, parameter in model.named_parameters():
+        kept = [kind for pattern, kind in plan.items() if pattern in key.split(".")]
+        if kept:
+            parameter.data = parameter.data.to(kept[0])
+    if quantization is not None:
+        quantizer = AutoHfQuantizer.from_config(
+            quantization, pre_quantized=any(group.statistics for group in groups.values())
+        )
+        quantizer.validate_environment()
+        quantizer.preprocess_model(model=model, dtype=dtype, device_map=None, checkpoint_files=[])
+        model.hf_quantizer = quantizer
+        quantizer.postprocess_model(model)
+    with contextlib.suppress(OSError):  # without the file, it is what the config says
+        model.generation_config = GenerationConfig.from_pretrained(name, revision=revision)
+    model.eval()
+    deferred = Deferred(model, checkpoint, groups, dtype)
+    deferred.fill_buffers()
+    return deferred
+
+
+class Deferred:
+    """A model on the meta device, and where each of its weights will come from. See the top of this file.
+
+    Attributes:
+        model: without memory for its parameters; its buffers are real.
+        report: after loading, what was read and held, for people.
+    """
+
+    def __init__(self, model: PreTrainedModel, checkpoint: weights.Checkpoint, groups: dict, dtype: torch.dtype):
+        self.model, self.checkpoint, self.groups, self.dtype = model, checkpoint, groups, dtype
+        self.report = "not loaded yet"
+        self.sources: dict[tuple[nn.Module, str], object] = {}
+        self.loaded = False
+        shapes = {key: parameter.detach() for key, parameter in model.named_parameters()}
+        self._shapes = SimpleNamespace(config=model.config, get_parameter=shapes.__getitem__)
+        self._last_group: tuple[weights.Group | None, dict] = (None, {})
+        self._draws: dict[LoraLayer, tuple] = {}
+        by_parameter = {}
+        for key, parameter in model.named_parameters(remove_duplicate=False):
+            if key in groups:
+                layer = model.get_submodule(key.rpartition(".")[0])
+                if isinstance(layer, bitsandbytes.nn.Linear4bit) and key.endswith(".weight"):
+                    source = QuantizedWeight(key, groups[key], layer, dtype, self)
+                    # What FSDP shards is the packed weight, so that is what it has to see.
+                    layer.weight = packed = bitsandbytes.nn.Params4bit(
+                        torch.empty(source.packed_numel, 1, dtype=parameter.quant_storage, device="meta"),
+                        **{k: v for k, v in parameter.__dict__.items() if k not in ("data", "bnb_quantized")},
+                        bnb_quantized=True,
+                    )
+                    by_parameter[id(packed)] = source
+                else:
+                    by_parameter[id(parameter)] = StoredWeight(key, groups[key], parameter.shape, parameter.dtype, self)
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if id(parameter) in by_parameter:
+                    self.sources[module, name] = by_parameter[id(parameter)]
+
+    def converted(self, group: weights.Group) -> dict[str, torch.Tensor]:
+        """The weights that a group of stored tensors makes; kept until another group is asked for."""
+        if self._last_group[0] is not group:
+            self._last_group = (None, {})
+            self._last_group = (group, group.convert(self._shapes, self.checkpoint.whole))
+        return self._last_group[1]
+
+    def fill_buffers(self) -> None:
+        """Compute the buffers that no checkpoint holds (rotary frequencies) and read those that it does."""
+        for module in self.model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    empty = torch.full_like(buffer, float("nan") if buffer.is_floating_point() else 0, device="cpu")
+                    module._buffers[name] = empty
+        for parameter in self.model.parameters():
+            parameter._is_hf_initialized = True
+        with torch.no_grad():
+            self.model.initialize_weights()
+        for name, buffer in self.model.named_buffers():
+            if name in self.groups:
+                buffer.copy_(self.converted(self.groups[name])[name])
+            elif buffer.is_floating_point() and buffer.isnan().any():
+                raise ValueError(
+                    f"{name} of this {self.model.config.model_type} model is computed where no weights are, which its code "
+                    "does not support: train it on one device or with DDP"
+                )
+        self.checkpoint.close()
+
+    def grow_vocabulary(self, size: int) -> None:
+        """Make room for added tokens: rows that start as the mean of the stored ones."""
+        if size <= self.model.get_input_embeddings().weight.shape[0]:
+            return
+        owners = [module for module in (self.model.get_input_embeddings(), self.model.get_output_embeddings()) if module]
+        before = [(self.sources[module, "weight"], module) for module in owners]
+        bias = next((m for m in owners if (m, "bias") in self.sources), None)
+        if bias is not None:
+            raise ValueError("the output embedding has a bias, which cannot grow with the vocabulary under FSDP: use DDP")
+        self.model.resize_token_embeddings(size, mean_resizing=False)
+        after = [module for module in (self.model.get_input_embeddings(), self.model.get_output_embeddings()) if module]
+        for (source, old), new in zip(before, after, strict=True):
+            if source.extra is None:
+                rows, width = source.shape
+                mean = mean_of_rows(source, rows, width).to(source.dtype)
+                source.extra = mean.expand(size - rows, width).clone()
+                source.shape = torch.Size((size, width))
+            self.sources.pop((old, "weight"), None)
+            self.sources[new, "weight"] = source
+
+    @contextlib.contextmanager
+    def recorded(self):
+        """While the adapter is made: note how its initial values are drawn, then drop them; nothing is left but shapes."""
+        reset, update = LoraLayer.reset_lora_parameters, DoraLinearLayer.update_layer
+
+        def draw(layer, adapter, how):
+            dtype = layer._get_base_layer_device_and_dtype(layer.get_base_layer())[1]
+            self._draws[layer] = (adapter, how, torch.get_rng_state(), dtype)
+            reset(layer, adapter, how)
+
+        def magnitude(layer, *, base_layer, lora_A, lora_B, scaling, place_on_cpu=False):
+            source = self.sources[base_layer, "weight"]
+            size = base_layer.embedding_dim if isinstance(base_layer, nn.Embedding) else lora_B.shape[0]
+            layer.weight = nn.Parameter(torch.empty(size, dtype=source.dtype, device="meta"))
+            self.sources[layer, "weight"] = InitialMagnitude(layer, source, [])
+
+        LoraLayer.reset_lora_parameters, DoraLinearLayer.update_layer = draw, magnitude
+        try:
+            yield
+        finally:
+            LoraLayer.reset_lora_parameters, DoraLinearLayer.update_layer = reset, update
+        self._trace_adapter()
+
+    def _trace_adapter(self) -> None:
+        for layer, (adapter, how, state, dtype) in self._draws.items():
+            for holder in ADAPTER_MATRICES:
+                matrices = getattr(layer, holder)
+                if adapter in matrices:
+                    embedding = holder.startswith("lora_embedding")
+                    owner = (matrices, adapter) if embedding else (matrices[adapter], "weight")
+                    steps = [dtype, owner[0]._parameters[owner[1]].dtype]
+                    self.sources[owner] = InitialLora(layer, adapter, how, state, holder, steps)
+        for source in self.sources.values():
+            if isinstance(source, InitialMagnitude):
+                source.steps = [source.layer.weight.dtype]
+        # Rows of added tokens are few, so every rank reads them now; FSDP takes them as they are.
+        for layer in self.model.modules():
+            if isinstance(layer, TrainableTokensLayer) and layer.tied_adapter is None:
+                source = self.sources[layer.get_base_layer(), "weight"]
+                width = source.shape[1]
+                for adapter, ids in layer.token_indices.items():
+                    rows = torch.stack([source.flat(i * width, (i + 1) * width) for i in ids]).to(source.dtype)
+                    layer.trainable_tokens_original[adapter] = rows
+                    meta = layer.trainable_tokens_delta[adapter]
+                    layer.trainable_tokens_delta[adapter] = nn.Parameter(rows.to(meta.dtype, copy=True))
+        self.checkpoint.close()
+
+    def check_room(self, device: torch.device, offload: bool, ranks: int, ranks_here: int) -> None:
+        """Raise ValueError if the shards cannot fit: the ranks of this machine share its RAM, each has its own GPU."""
+        held = sum(p.numel() * p.element_size() for p in self.model.parameters()) / ranks
+        place = torch.device("cpu") if offload else device
+        needed = held * (ranks_here if place.type == "cpu" else 1)
+        available = memory_available(place)
+        if needed > available:
+            fixes = ["more ranks"]
+            if place.type != "cpu":
+                fixes.append("fsdp_offload_params: true")
+            if not getattr(self.model, "is_quantized", False):
+                fixes.append("--use_4bit_quantization True")
+            raise ValueError(
+                f"{self.checkpoint.name} needs {needed / 2**30:.1f} GiB on {place} for the shards of {ranks_here} of "
+                f"{ranks} ranks, and {available / 2**30:.1f} GiB are available: use {', '.join(fixes)} or a smaller model"
+            )
+
+    def fill_when_wrapped(self, trainer) -> None:
+        """Have the trainer's Accelerator fill the shards as soon as it has made them, before anything reads a weight."""
+        accelerator = trainer.accelerator
+        plugin = accelerator.state.fsdp_plugin
+        # Each rank reads its own shard, so there is nothing to broadcast, and no rank holds what could be.
+        plugin.cpu_ram_efficient_loading = plugin.sync_module_states = False
+        plugin.param_init_fn = lambda module: module  # or FSDP1 would give every unit memory
+        prepare = accelerator.prepare
+
+        @functools.wraps(prepare)
+        def prepare_and_fill(*objects, **kwargs):
+            models = [item for item in objects if isinstance(item, nn.Module)]
+            if self.loaded or not models:
+                return prepare(*objects, **kwargs)
+            optimizers = [item for item in objects if isinstance(item, torch.optim.Optimizer)]
+            owners = {id(p): (m, name) for m in models[0].modules() for name, p in m._parameters.items() if p is not None}
+            held = [[[owners[id(p)] for p in group["params"]] for group in item.param_groups] for item in optimizers]
+            with _fsdp1_wraps_without_memory():
+                result = prepare(*objects, **kwargs)
+            results = result if isinstance(result, tuple | list) else [result]
+            wrapped = next(item for item in results if isinstance(item, nn.Module))
+            place = torch.device("cpu") if isinstance(plugin.cpu_offload, CPUOffloadPolicy) else None
+            self.fill(wrapped, accelerator.device, place, progress=not trainer.args.disable_tqdm)
+            # Accelerate finds an optimizer's parameters again by their address in memory, which they did not have.
+            for item, groups in zip([r for r in results if hasattr(r, "param_groups")], held, strict=True):
+                for group, parameters in zip(item.param_groups, groups, strict=True):
+                    group["params"] = [module._parameters[name] for module, name in parameters]
+            return result
+
+        accelerator.prepare = prepare_and_fill
+
+    @torch.no_grad()
+    def fill(self, model: nn.Module, device: torch.device, place: torch.device | None = None, progress: bool = True) -> None:
+        """Give the shards of a wrapped model memory and their values. Every rank has to call it.
+
+        Args:
+            device: where 4-bit weights are quantised and their statistics are kept.
+            place: where the shards are, if not on `device` (parameter offload).
+
+        Raises:
+            LoadingFailed: a file cannot be read or memory ran out.
+        """
+        started = time.perf_counter()
+        try:
+            if any(parameter.is_meta for parameter in model.parameters()):
+                # FSDP2 has sharded on meta, and takes the memory that its shards are given afterwards.
+                model._apply(lambda t: torch.empty_like(t, device=place or device) if t.is_meta else t)
+            self._fill(model, device, progress)
+        except (OSError, SafetensorError, MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
+            memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+            if isinstance(error, RuntimeError) and not memory:
+                raise
+            fix = "there was no memory for it: use more ranks, fsdp_offload_params: true or 4-bit weights"
+            fix = fix if memory else "it changed or became unreadable while it was loaded: check the disk, copy it again"
+            raise LoadingFailed(
+                f"{self._at or self.checkpoint.name}: {fix} ({type(error).__name__}: {str(error)[:200]})"
+            ) from error
+        self.checkpoint.close()
+        self.loaded = True
+        self._report(device, time.perf_counter() - started)
+
+    def _fill(self, model, device, progress) -> None:
+        pieces: dict[tuple, list[Piece]] = {}
+        for piece in pieces_of(model):
+            pieces.setdefault(piece.owner, []).append(piece)
+        work = {}
+        for owner, source in self.sources.items():
+            if owner in pieces or source.every_rank:
+                work.setdefault(source, []).extend(pieces.pop(owner, []))
+        # The rows of added tokens are parameters too, and have been real all along.
+        unknown = [o for o, parts in pieces.items() if not isinstance(o[0], nn.ParameterDict)]
+        assert not unknown, f"nothing is known to fill {unknown[:3]} with"
+        self.held_bytes = sum(p.into.numel() * p.into.element_size() for parts in work.values() for p in parts)
+        self.peak = memory_held(device)
+        main = not dist.is_initialized() or dist.get_rank() == 0
+        total = sum(source.nbytes if source.every_rank else _bytes_of(parts) for source, parts in work.items())
+        with tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights", disable=not (main and progress)) as bar:
+            for source, parts in sorted(work.items(), key=lambda item: item[0].order):
+                self._at = getattr(source, "group", None) and self.checkpoint.tensors[source.group.key].file
+                source.fill(parts, device)
+                now = memory_held(device)
+                self.peak = max(self.peak, now)
+                bar.set_postfix_str(f"{now / 2**30:.2f} GiB held by rank 0", refresh=False)
+                bar.update(source.nbytes if source.every_rank else _bytes_of(parts))
+        self._last_group = (None, {})
+
+    def _report(self, device: torch.device, seconds: float) -> None:
+        mine = (self.held_bytes, self.checkpoint.bytes_read, self.peak, seconds)
+        ranks = [mine]
+        if dist.is_initialized():
+            ranks = [None] * dist.get_world_size()
+            dist.all_gather_object(ranks, mine)
+        held, read, peak, time_taken = (max(column) / 2**30 for column in zip(*ranks, strict=True))
+        stored = sum(stored.nbytes for stored in self.checkpoint.tensors.values()) / 2**30
+        where = "RAM" if device.type == "cpu" else "GPU memory"
+        self.report = (
+            f"each rank its own shard: {held:.3g} GiB held, {read:.3g} of {stored:.3g} GiB read, at most {peak:.3g} GiB of "
+            f"{where} in use, {time_taken * 2**30:.1f} s"
+        )
+
+
+def _bytes_of(parts: list[Piece]) -> int:
+    return sum(piece.into.numel() * piece.into.element_size() for piece in parts)
