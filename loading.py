@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from bitsandbytes.functional import QuantState, get_4bit_type, quantize_blockwise
 from peft.tuners.lora.dora import DoraLinearLayer
-from peft.tuners.lora.layer import LoraLayer
+from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from peft.tuners.trainable_tokens import TrainableTokensLayer
 from safetensors import SafetensorError
 from torch import nn
@@ -39,6 +39,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.modeling_utils import local_torch_dtype
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import AutoHfQuantizer
 
@@ -290,9 +291,12 @@ def pieces_of(model: nn.Module) -> Iterator[Piece]:
 
 
 @contextlib.contextmanager
-def _fsdp1_wraps_without_memory():
-    # FSDP1 (torch 2.13) materialises a meta unit whole before it shards it, and takes the device it computes on from the
-    # weights. Here it flattens and shards on meta, and memory is allocated for the shard alone. Remove when it does.
+def wrapping_without_memory():
+    """While open, FSDP1 wraps a model on the meta device and takes memory for its shards alone, unfilled; FSDP2 can anyway.
+
+    torch 2.13 gives a meta unit memory as a whole before it shards it, and takes the device it computes on from the weights.
+    Here it flattens and shards on meta. Remove when FSDP1 does.
+    """
     compute_device, shard = _init_utils._get_compute_device, FlatParamHandle.shard
 
     def device_of(module, ignored_params, device_from_device_id, rank, device_handle):
@@ -390,7 +394,8 @@ def defer(
             quantization, pre_quantized=any(group.statistics for group in groups.values())
         )
         quantizer.validate_environment()
-        quantizer.preprocess_model(model=model, dtype=dtype, device_map=None, checkpoint_files=[])
+        with local_torch_dtype(dtype):  # its layers make their biases in the default type
+            quantizer.preprocess_model(model=model, dtype=dtype, device_map=None, checkpoint_files=[])
         model.hf_quantizer = quantizer
         quantizer.postprocess_model(model)
     with contextlib.suppress(OSError):  # without the file, it is what the config says
@@ -493,6 +498,7 @@ class Deferred:
 
         def draw(layer, adapter, how):
             dtype = layer._get_base_layer_device_and_dtype(layer.get_base_layer())[1]
+            dtype = layer.get_param().dtype if isinstance(layer, ParamWrapper) else dtype
             self._draws[layer] = (adapter, how, torch.get_rng_state(), dtype)
             reset(layer, adapter, how)
 
@@ -567,7 +573,7 @@ class Deferred:
             optimizers = [item for item in objects if isinstance(item, torch.optim.Optimizer)]
             owners = {id(p): (m, name) for m in models[0].modules() for name, p in m._parameters.items() if p is not None}
             held = [[[owners[id(p)] for p in group["params"]] for group in item.param_groups] for item in optimizers]
-            with _fsdp1_wraps_without_memory():
+            with wrapping_without_memory():
                 result = prepare(*objects, **kwargs)
             results = result if isinstance(result, tuple | list) else [result]
             wrapped = next(item for item in results if isinstance(item, nn.Module))
@@ -598,6 +604,8 @@ class Deferred:
                 # FSDP2 has sharded on meta, and takes the memory that its shards are given afterwards.
                 model._apply(lambda t: torch.empty_like(t, device=place or device) if t.is_meta else t)
             self._fill(model, device, progress)
+        except weights.Unreadable as error:
+            raise LoadingFailed(str(error)) from error
         except (OSError, SafetensorError, MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
             memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
             if isinstance(error, RuntimeError) and not memory:

@@ -1,10 +1,12 @@
 """What PEFT and TRL need changed to train under FSDP: one function for each cause, with the condition for removing it."""
 
 import dataclasses
+import functools
 
 import torch
 import torch.distributed as dist
 from peft.tuners.lora.dora import DoraLinearLayer
+from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.trainable_tokens import TrainableTokensLayer
 from peft.utils.other import TrainableTokensWrapper
 from torch import nn
@@ -22,6 +24,20 @@ def keep_lora_input_dtype(model: nn.Module) -> int:
     for layer in layers:
         layer.cast_input_dtype_enabled = False
     return len(layers)
+
+
+def check_gatherable(model: nn.Module) -> None:
+    """Raise ValueError, for FSDP1, if LoRA adapts parameters of a layer instead of linear layers, as for fused experts.
+
+    PEFT 0.21 reads lora_A and lora_B without calling them there, so units of their own are never gathered; FSDP2 gathers
+    them with their decoder layer. Remove when `ParamWrapper` calls them.
+    """
+    names = sorted({module.parameter_name for module in model.modules() if isinstance(module, ParamWrapper)})
+    if names:
+        raise ValueError(
+            f"--lora_target_modules: LoRA on {', '.join(names)} of this mixture of experts does not work under FSDP1; use "
+            "an FSDP2 config, or name the attention's linear layers, such as q_proj,k_proj,v_proj,o_proj"
+        )
 
 
 def restore_fp32_masters(model: nn.Module) -> int:
@@ -113,6 +129,28 @@ def detach_dora_norm(model: nn.Module) -> int:
     for layer in layers:
         layer.get_lora_weight = torch.no_grad()(layer.get_lora_weight)
     return len(layers)
+
+
+def keep_buffers_as_computed(fsdp_plugin) -> None:
+    """For FSDP1, stop casting buffers to the mixed-precision type, now and when the Trainer sets it again for 4-bit weights.
+
+    Accelerate 1.15 sets `buffer_dtype`, so at the first forward FSDP1 rounds the rotary frequencies to bfloat16: 0.4 % each,
+    which at position 2048 is a phase wrong by radians, and not what the model was trained with or will be used with.
+    FSDP2 and DDP leave buffers alone. Remove when Accelerate leaves it be.
+    """
+    original = fsdp_plugin.set_mixed_precision
+
+    def keep():
+        if fsdp_plugin.mixed_precision_policy is not None:
+            fsdp_plugin.mixed_precision_policy = dataclasses.replace(fsdp_plugin.mixed_precision_policy, buffer_dtype=None)
+
+    @functools.wraps(original)
+    def set_mixed_precision(*args, **kwargs):
+        original(*args, **kwargs)
+        keep()
+
+    fsdp_plugin.set_mixed_precision = set_mixed_precision
+    keep()
 
 
 def keep_outputs_as_computed(fsdp_plugin) -> None:

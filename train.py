@@ -80,6 +80,8 @@ def main(argv: list[str] | None = None) -> AdapterSFTTrainer:
                 eval_dataset=eval_dataset,
                 peft_config=peft_config,
             )
+        if fsdp is not None and fsdp.version == 1:
+            peft_fsdp.check_gatherable(trainer.model)
         if peft_config is not None:
             peft_fsdp.restore_fp32_masters(trainer.model)
             peft_fsdp.give_token_rows_a_bias(trainer.model)
@@ -103,6 +105,8 @@ def main(argv: list[str] | None = None) -> AdapterSFTTrainer:
             peft_fsdp.keep_lora_input_dtype(trainer.model)
             peft_fsdp.detach_dora_norm(trainer.model)
 
+    if fsdp_plugin is not None and fsdp_plugin.fsdp_version == 1:
+        peft_fsdp.keep_buffers_as_computed(fsdp_plugin)
     if fsdp_plugin is not None and fsdp_plugin.fsdp_version == 2:
         peft_fsdp.keep_outputs_as_computed(fsdp_plugin)
         if peft_config is not None:

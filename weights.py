@@ -38,6 +38,10 @@ DTYPES = {
 QUANT_STATE_PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", "quant_state.bitsandbytes__")
 
 
+class Unreadable(ValueError):
+    """A file of a checkpoint that is missing, truncated or damaged."""
+
+
 @dataclass(frozen=True)
 class Stored:
     """One tensor of a checkpoint."""
@@ -159,8 +163,8 @@ def find_files(name: str, revision: str | None = None) -> tuple[list[Path], dict
 def _opened(path: Path):
     try:
         return safe_open(path, framework="pt")
-    except SafetensorError as error:
-        size = path.stat().st_size
+    except (SafetensorError, OSError) as error:
+        size = path.stat().st_size if path.exists() else "no"
         raise ValueError(f"{path} is truncated or damaged ({error}; {size} bytes): download or copy it again") from None
 
 

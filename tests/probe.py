@@ -112,14 +112,15 @@ def logits(model) -> torch.Tensor:
 
 
 class Dump(TrainerCallback):
-    """For cases with "dump": the whole model as it was loaded, before the first step, from rank 0."""
+    """For cases with "dump" (their `argv` with `bf16 False`; "logits" adds those): the whole model as it was loaded, before the first step and after every check, from rank 0."""
 
-    def __init__(self, path):
-        self.path = path
+    def __init__(self, path, with_logits):
+        self.path, self.with_logits = path, with_logits
 
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
+    def on_epoch_begin(self, args, state, control, model=None, **kwargs):
         tensors = full_bytes(model)
-        tensors["logits"] = logits(model)
+        if self.with_logits:
+            tensors["logits"] = logits(model)
         if args.process_index == 0:
             save_file(tensors, self.path)
 
@@ -133,6 +134,9 @@ class Probe(TrainerCallback):
 
     def on_train_end(self, args, state, control, model=None, **kwargs):
         FACTS["frozen_after"] = frozen_hash(model)
+        FACTS["inv_freq"] = next(
+            (b.float().tolist() for n, b in model.named_buffers() if n.endswith("rotary_emb.inv_freq")), None
+        )
         FACTS["history"] = [dict(row) for row in state.log_history]
 
 
@@ -143,7 +147,8 @@ def run(case: dict, out: Path) -> None:
     FACTS.clear()
     FACTS["name"] = case["name"]
     callbacks = transformers.trainer.DEFAULT_CALLBACKS
-    extra = [Dump(out / f"{case['name']}.safetensors")] if case.get("dump") else []
+    dump = case.get("dump")
+    extra = [Dump(out / f"{case['name']}.safetensors", dump == "logits")] if dump else []
     callbacks.extend(extra)
     trainer = train.main([str(item) for item in case["argv"]])
     del callbacks[len(callbacks) - len(extra) :]

@@ -110,6 +110,8 @@ def test_every_recipe_trains_saves_and_reloads(assets, tmp_path):
         assert_frozen(facts)
         trained = [p for p in facts[0]["parameters"] if p["trained"]]
         assert {p["dtype"] for p in trained} == {"torch.float32"}, f"{name}: no fp32 masters"
+        # Mixed precision must not round the rotary frequencies (theta 10000, heads of 16).
+        assert facts[0]["inv_freq"] == pytest.approx([10000 ** (-i / 8) for i in range(8)], rel=1e-6), name
         trajectory = losses(facts[0])
         assert trajectory == losses(facts[1]) and len(trajectory) > 8, f"{name}: the ranks report different losses"
         assert sum(trajectory[-3:]) / 3 < trajectory[0] - 0.3, f"{name}: the loss does not fall: {trajectory}"
