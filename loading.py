@@ -30,7 +30,6 @@ from bitsandbytes.functional import QuantState, get_4bit_type, quantize_blockwis
 from peft.tuners.lora.dora import DoraLinearLayer
 from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from peft.tuners.trainable_tokens import TrainableTokensLayer
-from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, _init_utils
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -45,9 +44,10 @@ from transformers.quantizers.auto import AutoHfQuantizer
 
 import weights
 
-# Elements that are quantised, averaged or dequantised at a time. bitsandbytes' CPU kernel needs 20 bytes for each, so it
-# bounds what comes on top of the shard; it is a multiple of every block size, so blocks are those of the whole tensor.
-CHUNK = 1 << 20
+# Elements of a tensor that are quantised or averaged at a time on the CPU. bitsandbytes' kernel there needs 20 bytes for
+# each, on an accelerator none, so there it can be more. A multiple of every block size, so no block is cut.
+CHUNK = 1 << 18
+CHUNK_ON_ACCELERATOR = 1 << 24
 
 
 class LoadingFailed(ValueError):
@@ -68,11 +68,14 @@ def mean_of_rows(flat, rows: int, width: int) -> torch.Tensor:
     return total / rows
 
 
-def quantize_4bit(values: torch.Tensor, dtype: torch.dtype, device: torch.device, like) -> tuple[torch.Tensor, QuantState]:
-    """What bitsandbytes makes of a weight, bit for bit, with temporaries for `CHUNK` elements instead of for all.
+def quantize_4bit(
+    flat, shape: torch.Size, dtype: torch.dtype, device: torch.device, like
+) -> tuple[torch.Tensor, QuantState]:
+    """What bitsandbytes makes of a weight, bit for bit, with temporaries for a block of elements instead of for all.
 
     Args:
-        values: [out, in], any float type, on the CPU.
+        flat: `flat[start:stop]` are those elements of the flattened weight, on the CPU; a tensor or a `StoredWeight`.
+        shape: [out, in].
         dtype: the type it would have been loaded in; bitsandbytes quantises that.
         device: where to quantise, and where the results are.
         like: a `Params4bit` (of a `Linear4bit`) with the quantisation's settings.
@@ -80,18 +83,19 @@ def quantize_4bit(values: torch.Tensor, dtype: torch.dtype, device: torch.device
     Returns:
         The packed weight, [n, 1] in the storage type, and its statistics, as `bitsandbytes.functional.quantize_4bit`.
     """
-    flat = values.reshape(-1)
+    size = shape.numel()
+    chunk = CHUNK if device.type == "cpu" else CHUNK_ON_ACCELERATOR
     packed_per_item = 2 * like.quant_storage.itemsize
-    packed = torch.empty(-(-flat.numel() // packed_per_item), 1, dtype=like.quant_storage, device=device)
-    absmax = torch.empty(-(-flat.numel() // like.blocksize), dtype=torch.float32, device=device)
-    for start in range(0, flat.numel(), CHUNK):
-        part = flat[start : start + CHUNK].to(dtype).to(device)
+    packed = torch.empty(-(-size // packed_per_item), 1, dtype=like.quant_storage, device=device)
+    absmax = torch.empty(-(-size // like.blocksize), dtype=torch.float32, device=device)
+    for start in range(0, size, chunk):
+        part = flat[start : min(start + chunk, size)].to(dtype).to(device)
         bits, peaks = torch.ops.bitsandbytes.quantize_4bit.default(part, like.blocksize, like.quant_type, like.quant_storage)
         packed[start // packed_per_item :][: len(bits)] = bits
         absmax[start // like.blocksize :][: len(peaks)] = peaks
     state = QuantState(
         absmax=absmax,
-        shape=values.shape,
+        shape=shape,
         dtype=dtype,
         blocksize=like.blocksize,
         code=get_4bit_type(like.quant_type, device=device),
@@ -147,8 +151,10 @@ class StoredWeight:
         return self.whole().to(self.dtype).to(device)
 
     def fill(self, pieces: list["Piece"], device: torch.device) -> None:
-        for piece in pieces:
-            piece.into.copy_(self.flat(piece.start, piece.stop))
+        for piece in pieces:  # a block at a time, so that not even the slice is held twice
+            for start in range(piece.start, piece.stop, CHUNK_ON_ACCELERATOR // 4):
+                part = self.flat(start, min(start + CHUNK_ON_ACCELERATOR // 4, piece.stop))
+                piece.into[start - piece.start :][: len(part)].copy_(part)
 
 
 class QuantizedWeight(StoredWeight):
@@ -167,16 +173,19 @@ class QuantizedWeight(StoredWeight):
 
     def stored_statistics(self, device: torch.device) -> QuantState:
         read = self.group.checkpoint.whole
-        parts = {f"weight.{suffix}": read(key).clone() for suffix, key in self.group.statistics.items()}
+        parts = {f"weight.{suffix}": read(key) for suffix, key in self.group.statistics.items()}
         return QuantState.from_dict(parts, device=device)
 
     def packed(self, device: torch.device) -> tuple[torch.Tensor, QuantState]:
         if self.group.statistics:
             packed = self.group.checkpoint.read(self.group.key).to(device)
             return packed.view(self.settings.quant_storage).view(-1, 1), self.stored_statistics(device)
-        values = self.deferred.converted(self.group)[self.name]
-        values = values.T if issubclass(self.layer.source_cls, Conv1D) else values
-        return quantize_4bit(values, self.dtype, device, self.settings)
+        shape = torch.Size((self.layer.out_features, self.layer.in_features))
+        values = self  # read a block at a time
+        if self.group.converter is not None or issubclass(self.layer.source_cls, Conv1D):
+            values = self.deferred.converted(self.group)[self.name]
+            values = (values.T if issubclass(self.layer.source_cls, Conv1D) else values).reshape(-1)
+        return quantize_4bit(values, shape, self.dtype, device, self.settings)
 
     def base_weight(self, device):
         return bitsandbytes.functional.dequantize_4bit(*self.packed(device))
@@ -606,7 +615,7 @@ class Deferred:
             self._fill(model, device, progress)
         except weights.Unreadable as error:
             raise LoadingFailed(str(error)) from error
-        except (OSError, SafetensorError, MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
+        except (OSError, MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
             memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
             if isinstance(error, RuntimeError) and not memory:
                 raise

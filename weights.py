@@ -1,15 +1,17 @@
 """A safetensors checkpoint, read in slices: its files, its tensors, and which of them make which weight of a model.
 
-Opening one reads only headers. What is read later is a view of the memory-mapped file, so it costs page cache and no
-memory of the process. Names are matched by Transformers' own conversion mapping, so a checkpoint written for an older
-release, or one that stores experts one by one, is read as `from_pretrained` would read it.
+Opening one reads only headers; reading a range of a tensor's elements reads those bytes and no others. Names are matched by
+Transformers' own conversion mapping, so a checkpoint written for an older release, or one that stores experts one by one, is
+read as `from_pretrained` would read it.
 """
 
 import copy
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -49,6 +51,7 @@ class Stored:
     file: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
+    offset: int  # of its first byte in the file
 
     @property
     def numel(self) -> int:
@@ -68,7 +71,7 @@ class Checkpoint:
 
     Attributes:
         tensors: every tensor by its name in the files.
-        bytes_read: of tensor data asked for so far (whole rows, as stored).
+        bytes_read: of tensor data, so far.
 
     Raises:
         ValueError: no safetensors, a missing, truncated or damaged file; the message names the file and the fix.
@@ -79,15 +82,10 @@ class Checkpoint:
         self.name = name
         self.bytes_read = 0
         self.tensors: dict[str, Stored] = {}
-        self._open: tuple[Path | None, object] = (None, None)
+        self._open: tuple[Path | None, BinaryIO | None] = (None, None)
         files, index = find_files(name, revision)
         for path in files:
-            with _opened(path) as file:
-                for key in file.keys():
-                    part = file.get_slice(key)
-                    if part.get_dtype() not in DTYPES:
-                        raise ValueError(f"{path}: {key} is stored as {part.get_dtype()}, which cannot be loaded")
-                    self.tensors[key] = Stored(path, DTYPES[part.get_dtype()], tuple(part.get_shape()))
+            self.tensors |= read_header(path)
         lost = sorted(key for key in index if key not in self.tensors)
         if lost:
             raise ValueError(
@@ -96,35 +94,65 @@ class Checkpoint:
             )
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Elements [start, stop) of the flattened tensor, one-dimensional, on the CPU: a view of the file, do not write.
+        """Elements [start, stop) of the flattened tensor, one-dimensional, on the CPU, in the stored type.
 
         Raises:
-            OSError, SafetensorError: the file is gone or has changed since it was opened.
+            Unreadable: the file is gone or has become shorter since it was opened.
+            OSError: it cannot be read.
         """
         stored = self.tensors[key]
         stop = stored.numel if stop is None else stop
-        file = self._file(stored.file)
-        if not stored.shape or not stored.numel:
-            self.bytes_read += stored.nbytes
-            return file.get_tensor(key).reshape(-1)[start:stop]
-        row = stored.numel // stored.shape[0]
-        first, last = start // row, -(-stop // row)
-        self.bytes_read += (last - first) * row * stored.dtype.itemsize
-        return file.get_slice(key)[first:last].reshape(-1)[start - first * row : stop - first * row]
+        out = torch.empty(stop - start, dtype=stored.dtype)
+        into = memoryview(out.view(torch.uint8).numpy())
+        file, position = self._file(stored.file), stored.offset + start * stored.dtype.itemsize
+        while into:  # one call reads at most 2 GiB
+            count = os.preadv(file.fileno(), [into], position)
+            if count == 0:
+                raise Unreadable(f"{stored.file} is truncated or damaged (it ends inside {key}): download or copy it again")
+            self.bytes_read += count
+            position, into = position + count, into[count:]
+        return out
 
     def whole(self, key: str) -> torch.Tensor:
         """The tensor in its own shape and type."""
         return self.read(key).view(self.tensors[key].shape)
 
     def close(self) -> None:
-        """Unmap the file that is open. Reading opens it again."""
+        """Close the file that is open. Reading opens it again."""
+        if self._open[1] is not None:
+            self._open[1].close()
         self._open = (None, None)
 
-    def _file(self, path: Path):
-        # One at a time, so that what is mapped, and counted as resident, is one file and not the checkpoint.
+    def _file(self, path: Path) -> BinaryIO:
         if self._open[0] != path:
-            self._open = (path, _opened(path))
+            self.close()
+            try:
+                self._open = (path, open(path, "rb", buffering=0))
+            except OSError as error:
+                raise Unreadable(f"{path} cannot be read ({error.strerror}): download or copy it again") from None
         return self._open[1]
+
+
+def read_header(path: Path) -> dict[str, Stored]:
+    """The tensors of one file. The library checks the header, and that the file is as long as it says."""
+    # The library reads slices from a map of the whole file. That counts against the memory limit where overcommitting is
+    # restricted, and a file that is cut short meanwhile kills the process; so ranges are read here, from its offsets.
+    try:
+        with safe_open(path, framework="pt", backend="pread") as file:
+            file.keys()
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+    except (SafetensorError, OSError) as error:
+        raise Unreadable(f"{path} is truncated or damaged ({error}): download or copy it again") from None
+    tensors = {}
+    for key, entry in header.items():
+        if key == "__metadata__":
+            continue
+        if entry["dtype"] not in DTYPES:
+            raise ValueError(f"{path}: {key} is stored as {entry['dtype']}, which cannot be loaded")
+        tensors[key] = Stored(path, DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
+    return tensors
 
 
 def find_files(name: str, revision: str | None = None) -> tuple[list[Path], dict[str, str]]:
@@ -158,14 +186,6 @@ def find_files(name: str, revision: str | None = None) -> tuple[list[Path], dict
         if not path.is_file():
             raise ValueError(f"{index_file} names {path.name}, which does not exist beside it: download or copy it again")
     return files, index
-
-
-def _opened(path: Path):
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        size = path.stat().st_size if path.exists() else "no"
-        raise ValueError(f"{path} is truncated or damaged ({error}; {size} bytes): download or copy it again") from None
 
 
 @dataclass

@@ -188,7 +188,7 @@ def worker(args) -> None:
     def sample():
         while not done.is_set():
             peak[0] = max(peak[0], anonymous())
-            time.sleep(0.002)
+            time.sleep(0.01)
 
     sampler = threading.Thread(target=sample, daemon=True)
     sampler.start()

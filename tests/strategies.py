@@ -46,7 +46,7 @@ def assert_sharded(facts: list[dict], version: int, replicated: str | None = Non
             total += parameter["full"] / world
             if version == 1:
                 assert parameter["local"] <= parameter["full"] / world + 8, parameter
-    assert total <= held <= total * 1.1, f"{held} elements are held of {total}"
+    assert total - 1 <= held <= total * 1.1, f"{held} elements are held of {total}"
     shares = [sum(p["local"] for p in fact["parameters"]) for fact in facts]
     assert max(shares) < 0.75 * sum(shares), f"one rank holds most of the model: {shares}"
 
