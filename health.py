@@ -104,8 +104,7 @@ class HealthCheck(TrainerCallback):
         rows.append(("held by each rank", f"{each} of the parameters ({human(held.local_bytes, 'B')} on rank 0)"))
         if held.units:
             rows.append(("wrapped units", f"{held.units}"))
-        whole = "from_pretrained: every process read and holds all of them"
-        rows.append(("weights", self.deferred.report if self.deferred else whole))
+        rows.append(("weights", self.loading_facts()))
         rows.append(("mixed precision", args.mixed_precision or "no"))
         checkpointing = "off"
         if args.gradient_checkpointing:
@@ -130,6 +129,16 @@ class HealthCheck(TrainerCallback):
         hub = f"pushed to the Hub: {args.hub_strategy.value}" if args.push_to_hub else "not pushed to the Hub"
         rows.append(("output", f"{args.output_dir} ({every.get(saves, saves)}; {hub})"))
         return rows + [("note", note) for note in self.notes]
+
+    def loading_facts(self) -> str:
+        if self.deferred is None:
+            return "from_pretrained: every process read and loaded all of them"
+        report = self.deferred.report
+        size = {key: human(report[key], "B") for key in ("held", "read", "stored", "peak")}
+        return (
+            f"each rank filled its shard of {size['held']}: read {size['read']} of {size['stored']}, at most {size['peak']} "
+            f"in use, {report['seconds']:.1f} s"
+        )
 
     def token_facts(self) -> list[tuple[str, str]]:
         tokenizer, trainer = self.trainer.processing_class, self.trainer

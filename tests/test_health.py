@@ -1,5 +1,7 @@
 """The health check stops what is not sharded, and counts what is there."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -38,6 +40,16 @@ def test_counts_by_type():
 )  # fmt: skip
 def test_human(number, unit, text):
     assert health.human(number, unit) == text
+
+
+def test_it_says_what_loaded_the_model():
+    check = object.__new__(health.HealthCheck)
+    check.deferred = None
+    assert check.loading_facts() == "from_pretrained: every process read and loaded all of them"
+    report = {"held": 2**30, "read": 3 * 2**30, "stored": 2**33, "peak": 2**31, "seconds": 4.25}
+    check.deferred = SimpleNamespace(report=report)
+    facts = "each rank filled its shard of 1.00 GiB: read 3.00 GiB of 8.00 GiB, at most 2.00 GiB in use, 4.2 s"
+    assert check.loading_facts() == facts
 
 
 def test_a_silent_ddp_is_stopped(assets, tmp_path):
