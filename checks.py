@@ -33,6 +33,12 @@ class FsdpSettings:
     def name(self) -> str:
         return f"FSDP{self.version}"
 
+    def shard_ranks(self, ranks: int, ranks_here: int) -> int:
+        """Over how many ranks a weight is sharded: all, those of one machine (HYBRID_*), or one (NO_SHARD)."""
+        if self.version == 2 or self.sharding_strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "1", "2"):
+            return ranks
+        return ranks_here if "HYBRID" in self.sharding_strategy or self.sharding_strategy in ("4", "5") else 1
+
     @classmethod
     def from_environment(cls) -> "FsdpSettings | None":
         """None unless FSDP was asked for (ACCELERATE_USE_FSDP=true)."""
@@ -182,7 +188,12 @@ def check_fsdp(model_args, training_args, fsdp: FsdpSettings | None, config) -> 
     """Settings of the Accelerate config that contradict the arguments or the model."""
     if fsdp is None:
         return
-    if fsdp.version == 1 and fsdp.use_orig_params and model_args.use_peft_lora:
+    if fsdp.version == 1 and fsdp.use_orig_params and not model_args.use_peft_lora:
+        raise ValueError(
+            "fsdp_use_orig_params: true in the Accelerate config is not supported under FSDP1, whose shards are loaded "
+            "flat: set fsdp_use_orig_params: false, or use an FSDP2 config"
+        )
+    if fsdp.version == 1 and fsdp.use_orig_params:
         parameters = sum(p.numel() for p in utils.meta_model(config, training_args.trust_remote_code).parameters())
         world = int(os.environ.get("WORLD_SIZE", "1"))
         raise ValueError(

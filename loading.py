@@ -38,6 +38,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.core_model_loading import build_glob_alternation
 from transformers.modeling_utils import local_torch_dtype
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import AutoHfQuantizer
@@ -54,17 +55,18 @@ class LoadingFailed(ValueError):
     """A weight could not be read or there was no memory for it, after the checks had passed."""
 
 
-def mean_of_rows(flat, rows: int, width: int) -> torch.Tensor:
+def mean_of_rows(flat, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
     """The mean row of an embedding, float64 [width], read a block of rows at a time: what rows of added tokens start from.
 
     Args:
         flat: `flat[start:stop]` are those elements of the flattened [rows, width] matrix; a tensor or a `StoredWeight`.
+        dtype: that the model has them in, which is what is averaged.
     """
     total = torch.zeros(width, dtype=torch.float64)
     step = max(CHUNK // width, 1)
     for first in range(0, rows, step):
         last = min(first + step, rows)
-        total += flat[first * width : last * width].view(-1, width).to("cpu", torch.float64).sum(0)
+        total += flat[first * width : last * width].view(-1, width).to(dtype).to("cpu", torch.float64).sum(0)
     return total / rows
 
 
@@ -127,18 +129,14 @@ class StoredWeight:
         return sum(self.group.checkpoint.tensors[key].nbytes for key, _ in self.group.keys)
 
     def flat(self, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of the flattened weight, in the stored type."""
+        """Elements [start, stop) of the flattened weight, in the stored type or, with rows of added tokens, the model's."""
         if self.group.converter is not None:
             return self.deferred.converted(self.group)[self.name].reshape(-1)[start:stop]
         if self.extra is None:
             return self.group.checkpoint.read(self.group.key, start, stop)
         stored = self.group.checkpoint.tensors[self.group.key].numel
-        parts = [self.group.checkpoint.read(self.group.key, start, min(stop, stored))] if start < stored else []
-        if stop > stored:
-            parts.append(
-                self.extra.reshape(-1)[max(start - stored, 0) : stop - stored].to(parts[0].dtype if parts else None)
-            )
-        return torch.cat(parts)
+        parts = [self.group.checkpoint.read(self.group.key, min(start, stored), min(stop, stored)).to(self.dtype)]
+        return torch.cat([*parts, self.extra.reshape(-1)[max(start - stored, 0) : max(stop - stored, 0)]])
 
     def __getitem__(self, elements: slice) -> torch.Tensor:
         return self.flat(elements.start, elements.stop)
@@ -367,6 +365,7 @@ def defer(
     config: PretrainedConfig,
     *,
     revision: str | None = None,
+    stored_in_4bit: bool = False,
     trust_remote_code: bool = False,
     dtype: str | torch.dtype = "auto",
     attention: str | None = None,
@@ -376,13 +375,14 @@ def defer(
 
     Args:
         name: a folder or Hub id with safetensors files.
+        stored_in_4bit: whether the checkpoint is already quantised.
         dtype: of the weights; "auto" is the config's, else the checkpoint's.
         quantization: 4-bit settings, or None. A checkpoint that is already in 4 bits brings its own.
 
     Raises:
         ValueError: the checkpoint is damaged or does not fit the config; see `weights.Checkpoint` and `weights.match`.
     """
-    checkpoint = weights.Checkpoint(name, revision)
+    checkpoint = weights.Checkpoint(name, revision, getattr(config, "transformers_weights", None))
     floating = [stored.dtype for stored in checkpoint.tensors.values() if stored.dtype.is_floating_point]
     if dtype == "auto":
         dtype = getattr(config, "dtype", None) or next(iter(floating), torch.float32)
@@ -392,23 +392,26 @@ def defer(
             config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
         )
     model.config.name_or_path = name
-    groups = weights.match(model, checkpoint)
+    groups = weights.match(model, checkpoint, stored_in_4bit)
     plan = model._get_dtype_plan(dtype)
-    for key, parameter in model.named_parameters():
-        kept = [kind for pattern, kind in plan.items() if pattern in key.split(".")]
-        if kept:
-            parameter.data = parameter.data.to(kept[0])
+    if plan:  # some layers stay in float32
+        pattern, kinds, _ = build_glob_alternation(list(plan))
+        for key, parameter in model.named_parameters():
+            found = pattern.search(key)
+            if found:
+                parameter.data = parameter.data.to(plan[kinds[found.lastgroup]])
     if quantization is not None:
-        quantizer = AutoHfQuantizer.from_config(
-            quantization, pre_quantized=any(group.statistics for group in groups.values())
-        )
+        quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=stored_in_4bit)
         quantizer.validate_environment()
         with local_torch_dtype(dtype):  # its layers make their biases in the default type
             quantizer.preprocess_model(model=model, dtype=dtype, device_map=None, checkpoint_files=[])
         model.hf_quantizer = quantizer
         quantizer.postprocess_model(model)
     with contextlib.suppress(OSError):  # without the file, it is what the config says
-        model.generation_config = GenerationConfig.from_pretrained(name, revision=revision)
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(name, revision=revision)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{name}: its generation_config.json is damaged ({error}); repair or delete it") from None
     model.eval()
     deferred = Deferred(model, checkpoint, groups, dtype)
     deferred.fill_buffers()
@@ -462,19 +465,23 @@ class Deferred:
 
     def fill_buffers(self) -> None:
         """Compute the buffers that no checkpoint holds (rotary frequencies) and read those that it does."""
-        for module in self.model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    empty = torch.full_like(buffer, float("nan") if buffer.is_floating_point() else 0, device="cpu")
-                    module._buffers[name] = empty
         for parameter in self.model.parameters():
             parameter._is_hf_initialized = True
-        with torch.no_grad():
-            self.model.initialize_weights()
-        for name, buffer in self.model.named_buffers():
+        before = {}
+        for start in (0, 1):  # what is not computed keeps what it held before, which differs
+            for module in self.model.modules():
+                for name, buffer in module._buffers.items():
+                    if buffer is not None:
+                        module._buffers[name] = torch.full_like(buffer, start, device="cpu")
+                module._is_hf_initialized = False
+            with torch.no_grad():
+                self.model.initialize_weights()
+            computed = dict(self.model.named_buffers())
+            before = before or computed
+        for name, buffer in computed.items():
             if name in self.groups:
                 buffer.copy_(self.converted(self.groups[name])[name])
-            elif buffer.is_floating_point() and buffer.isnan().any():
+            elif not torch.equal(buffer, before[name]):
                 raise ValueError(
                     f"{name} of this {self.model.config.model_type} model is computed where no weights are, which its code "
                     "does not support: train it on one device or with DDP"
@@ -495,7 +502,7 @@ class Deferred:
         for (source, old), new in zip(before, after, strict=True):
             if source.extra is None:
                 rows, width = source.shape
-                mean = mean_of_rows(source, rows, width).to(source.dtype)
+                mean = mean_of_rows(source, rows, width, source.dtype).to(source.dtype)
                 source.extra = mean.expand(size - rows, width).clone()
                 source.shape = torch.Size((size, width))
             self.sources.pop((old, "weight"), None)

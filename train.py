@@ -65,8 +65,8 @@ def main(argv: list[str] | None = None) -> AdapterSFTTrainer:
             model_args, training_args.use_cpu, trust, tokenizer, config, sharded=fsdp is not None
         )
         if deferred is not None:
-            ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-            deferred.check_room(training_args.device, fsdp.offload_params, PartialState().num_processes, ranks_here)
+            ranks, ranks_here = PartialState().num_processes, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            deferred.check_room(training_args.device, fsdp.offload_params, fsdp.shard_ranks(ranks, ranks_here), ranks_here)
         cpu_fsdp.keep_4bit_layout(model)
         peft_config = utils.create_peft_config(model_args, new_token_ids, model)
 
@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> AdapterSFTTrainer:
             peft_fsdp.give_token_rows_a_bias(trainer.model)
 
         # Health check: printed once the Trainer has wrapped the model, before the first step.
-        shards = fsdp is None or fsdp.version == 2 or fsdp.sharding_strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "1", "2")
+        shards = fsdp is None or fsdp.shard_ranks(2, 1) == 2  # over all ranks, as the check expects
         trainer.add_callback(HealthCheck(trainer, fsdp and fsdp.name, shards, new_token_ids, notes, deferred))
 
     # With FSDP1, trained and frozen parameters cannot share a unit (use_orig_params is false), so PEFT's policy wraps the

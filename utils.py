@@ -137,6 +137,7 @@ def create_and_prepare_model(
             name,
             config,
             revision=revision,
+            stored_in_4bit=bool(stored),
             trust_remote_code=trust_remote_code,
             dtype=dtype,
             attention=attention,
@@ -185,7 +186,7 @@ def _grow_vocabulary(model: PreTrainedModel, size: int) -> None:
         model.resize_token_embeddings(size, mean_resizing=False)
     for layer in {model.get_input_embeddings(), model.get_output_embeddings()} - {None}:
         weight = layer.weight.data
-        mean = loading.mean_of_rows(weight.view(-1), rows, weight.shape[1])
+        mean = loading.mean_of_rows(weight.view(-1), rows, weight.shape[1], weight.dtype)
         weight[rows:] = mean.to(weight.dtype)
         if getattr(layer, "bias", None) is not None:
             layer.bias.data[rows:] = 0
@@ -253,6 +254,11 @@ def create_peft_config(model_args, new_token_ids: list[int], model: PreTrainedMo
         embeddings = [model.get_input_embeddings(), model.get_output_embeddings()]
         tied = embeddings[1] is None or embeddings[0].weight is embeddings[1].weight
         token_rows = {names[module]: new_token_ids for module in embeddings[: 1 if tied else 2]}
+        if set(token_rows) & set(re.split(r"[^\w]+", model_args.lora_target_modules)):
+            raise ValueError(
+                f"--lora_target_modules {model_args.lora_target_modules}: tokens were added, so rows of "
+                f"{' and '.join(token_rows)} are trained, and PEFT cannot adapt a layer in both ways; leave it out"
+            )
     return LoraConfig(
         task_type="CAUSAL_LM",
         r=model_args.lora_r,

@@ -68,6 +68,7 @@ class Checkpoint:
     Args:
         name: a folder or a Hub id.
         revision: of the Hub repository.
+        file_name: of the weights or their index, if not the usual ones (`transformers_weights` in `config.json`).
 
     Attributes:
         tensors: every tensor by its name in the files.
@@ -78,12 +79,12 @@ class Checkpoint:
         OSError: it cannot be downloaded.
     """
 
-    def __init__(self, name: str, revision: str | None = None):
+    def __init__(self, name: str, revision: str | None = None, file_name: str | None = None):
         self.name = name
         self.bytes_read = 0
         self.tensors: dict[str, Stored] = {}
         self._open: tuple[Path | None, BinaryIO | None] = (None, None)
-        files, index = find_files(name, revision)
+        files, index = find_files(name, revision, file_name)
         for path in files:
             self.tensors |= read_header(path)
         lost = sorted(key for key in index if key not in self.tensors)
@@ -102,6 +103,7 @@ class Checkpoint:
         """
         stored = self.tensors[key]
         stop = stored.numel if stop is None else stop
+        assert 0 <= start <= stop <= stored.numel, f"{key} has no elements {start} to {stop}"
         out = torch.empty(stop - start, dtype=stored.dtype)
         into = memoryview(out.view(torch.uint8).numpy())
         file, position = self._file(stored.file), stored.offset + start * stored.dtype.itemsize
@@ -155,16 +157,17 @@ def read_header(path: Path) -> dict[str, Stored]:
     return tensors
 
 
-def find_files(name: str, revision: str | None = None) -> tuple[list[Path], dict[str, str]]:
+def find_files(name: str, revision: str | None = None, file_name: str | None = None) -> tuple[list[Path], dict[str, str]]:
     """A model's safetensors files and, if it has an index, the file name of each tensor. See `Checkpoint`."""
 
     def find(file: str) -> str | None:
         return cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False)
 
-    single = find(SAFE_WEIGHTS_NAME)
+    usual = file_name or SAFE_WEIGHTS_NAME
+    single = find(usual) if usual.endswith(".safetensors") else None
     if single is not None:
         return [Path(single)], {}
-    index_file = find(SAFE_WEIGHTS_INDEX_NAME)
+    index_file = find(file_name if file_name and file_name.endswith(".json") else SAFE_WEIGHTS_INDEX_NAME)
     if index_file is None:
         pickles = [file for file in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME) if find(file) is not None]
         if pickles:
@@ -176,6 +179,8 @@ def find_files(name: str, revision: str | None = None) -> tuple[list[Path], dict
     try:
         index = json.loads(Path(index_file).read_text(encoding="utf-8"))["weight_map"]
         names = sorted(set(index.values()))
+        if any(Path(file).name != file or not file.endswith(".safetensors") for file in names):
+            raise ValueError("a file in it is not the plain name of a safetensors file")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{index_file} is damaged ({error!r}): download or copy it again") from None
     if Path(name).is_dir():
@@ -221,8 +226,11 @@ class Group:
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 
-def match(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, Group]:
+def match(model: PreTrainedModel, checkpoint: Checkpoint, quantized: bool = False) -> dict[str, Group]:
     """Which checkpoint tensors make each parameter and persistent buffer of a model that is on the meta device.
+
+    Args:
+        quantized: whether `config.json` says that the checkpoint is in 4 bits.
 
     Returns:
         The group of each name. Of tied weights, those that the checkpoint holds.
@@ -267,6 +275,11 @@ def match(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, Group]:
         for name, value in meta.items():
             if name not in expected:
                 unexpected.add(name)
+            elif group.statistics and not quantized:
+                raise ValueError(
+                    f"{checkpoint.tensors[group.key].file} stores {name} in 4 bits, but config.json has no "
+                    "quantization_config: copy the config.json that was saved with these weights"
+                )
             elif not group.statistics and tuple(value.shape) != tuple(expected[name].shape):
                 wrong.append((group, name, tuple(value.shape), tuple(expected[name].shape)))
             made[name] = group
@@ -278,7 +291,10 @@ def match(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, Group]:
         )
     report = LoadStateDictInfo(set(expected) - set(made), unexpected, set(), [], {}, set())
     _leave_out_tied(model, made, report.missing_keys)
+    tied = set(expected) - set(made) - report.missing_keys
     model._adjust_missing_and_unexpected_keys(report)
+    # What Transformers would initialise anew has no values here either.
+    report.missing_keys |= {name for name, _ in model.named_parameters()} - set(made) - tied
     folder = checkpoint.tensors[next(iter(checkpoint.tensors))].file.parent if checkpoint.tensors else checkpoint.name
     for keys, what in (
         (report.missing_keys, "lacks {} weights that its config.json asks for"),

@@ -56,6 +56,7 @@ Q8 = ["--use_8bit_quantization", "True"]
         ("float16 mixed precision needs float32 weights", ["--fp16"], {}, "bf16"),
         ("contradicts --bnb_4bit_quant_storage_dtype", [*Q4, "--dtype", "float32"], {}, "bf16"),
         ("float32 with --bf16 True under FSDP2", [*Q4, "--bf16", "True", "--bnb_4bit_quant_storage_dtype", "float32"], FSDP2, "fp32"),
+        ("use_orig_params: true .* not supported under FSDP1", ["--use_peft_lora", "False"], {**FSDP1, "FSDP_USE_ORIG_PARAMS": "true"}, "fp32"),
         ("use_orig_params: true .* GiB per rank .* set fsdp_use_orig_params: false", [], {**FSDP1, "FSDP_USE_ORIG_PARAMS": "true"}, "fp32"),
         ("asked for twice", [], {**FSDP1, "FSDP_ACTIVATION_CHECKPOINTING": "true"}, "fp32"),
         ("paged_adamw_8bit has no sharded state", ["--optim", "paged_adamw_8bit"], FSDP2, "fp32"),

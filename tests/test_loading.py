@@ -42,11 +42,11 @@ ARCHITECTURES = {
 }
 
 
-def make(folder, kind, dtype=torch.float32, vocabulary=None, **extra):
-    tokenizer = tiny.make_tokenizer(chatml=True)
+def make(folder, kind, dtype=torch.float32, chatml=True):
+    tokenizer = tiny.make_tokenizer(chatml)
     tokenizer.save_pretrained(folder)
     config = AutoConfig.for_model(
-        kind, **ARCHITECTURES[kind] | dict(vocab_size=vocabulary or len(tokenizer), bos_token_id=1, eos_token_id=2) | extra
+        kind, **ARCHITECTURES[kind] | dict(vocab_size=len(tokenizer), bos_token_id=1, eos_token_id=2)
     )
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -63,6 +63,7 @@ def models(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     made = {f"{kind}-fp32": make(root / kind, kind) for kind in ARCHITECTURES}
     made["llama-bf16"] = make(root / "llama-bf16", "llama", torch.bfloat16)
+    made["no-chatml-bf16"] = make(root / "no-chatml-bf16", "llama", torch.bfloat16, chatml=False)
     made["mixtral-bf16"] = make(root / "mixtral-bf16", "mixtral", torch.bfloat16)
     return made
 
@@ -108,7 +109,9 @@ def cases_of(models, assets, tmp_path):
     cases["gpt2-dora"] = (models["gpt2-fp32"], {"use_dora": True})
     cases["added"] = (assets["no_chatml"], {})
     cases["added-tied"] = (assets["tied"], {})
-    cases["added-nf4"] = (assets["no_chatml"], NF4 | FP32_STORAGE)
+    cases["added-as-bf16"] = (assets["no_chatml"], {"dtype": "bfloat16"})
+    cases["added-as-fp32"] = (models["no-chatml-bf16"], {"dtype": "float32"})
+    cases["added-nf4"] = (assets["no_chatml"], NF4)
     cases["full"] = (models["qwen2-fp32"], {"use_peft_lora": False, "lora_r": None})
     return cases
 
@@ -267,6 +270,13 @@ def add_tensor(folder):
     save_file(load_file(file) | {"model.layers.0.surprise.weight": torch.ones(2)}, file)
 
 
+def as_if_4bit(folder):
+    file = sorted(folder.glob("model-*"))[0]
+    tensors = load_file(file)
+    name = next(key for key in tensors if key.endswith(".weight"))
+    save_file(tensors | {f"{name}.absmax": torch.ones(2)}, file)
+
+
 def pickled(folder):
     for file in folder.glob("model*"):
         file.unlink()
@@ -282,6 +292,12 @@ BAD = {
         r"names 1 tensors that its files do not hold \(first: model.old.weight",
     ),
     "damaged index": (lambda f: (f / "model.safetensors.index.json").write_text("{"), r"index.json is damaged"),
+    "index of numbers": (edit_json("model.safetensors.index.json", lambda i: i["weight_map"].update(x=5)), r"index.json is damaged"),
+    "index that leaves": (
+        edit_json("model.safetensors.index.json", lambda i: i["weight_map"].update(x="../x.safetensors")), r"not the plain name"
+    ),
+    "4 bits unsaid": (as_if_4bit, r"stores .* in 4 bits, but config.json has no quantization_config"),
+    "generation config": (lambda f: (f / "generation_config.json").write_text("[1]"), r"generation_config.json is damaged"),
     "missing weight": (drop_tensor, r"lacks 1 weights that its config.json asks for \(.*weight\)"),
     "unexpected weight": (add_tensor, r"holds 1 weights that its config.json has no place for \(model.layers.0.surprise.weight\)"),
     "another config": (edit_json("config.json", lambda c: c.update(intermediate_size=128)), r"as \[64, 96\], but config.json asks for \[64, 128\]"),
