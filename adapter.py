@@ -175,6 +175,11 @@ class AdapterSFTTrainer(SFTTrainer):
         self.base_model = self.model if self.peft_model is None else self.peft_model.get_base_model()
         self.keys = adapter_keys(self.peft_model) if self.peft_model is not None else {}
 
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        # A model without memory is filled when it has been sharded (see loading.py); until then nothing can be moved.
+        if not any(parameter.is_meta for parameter in model.parameters()):
+            super()._move_model_to_device(model, device)
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         folder = Path(output_dir or self.args.output_dir)
         state = gather_trained(self.model, keep=self.args.should_save)

@@ -551,7 +551,8 @@ class Deferred:
                 width = source.shape[1]
                 for adapter, ids in layer.token_indices.items():
                     rows = torch.stack([source.flat(i * width, (i + 1) * width) for i in ids]).to(source.dtype)
-                    layer.trainable_tokens_original[adapter] = rows
+                    kept = layer.trainable_tokens_original[adapter]
+                    layer.trainable_tokens_original[adapter] = rows.to(kept.dtype, copy=True)
                     meta = layer.trainable_tokens_delta[adapter]
                     layer.trainable_tokens_delta[adapter] = nn.Parameter(rows.to(meta.dtype, copy=True))
         self.checkpoint.close()

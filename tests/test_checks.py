@@ -196,7 +196,9 @@ def test_weights_that_do_not_fit_the_config(assets, tmp_path):
         flags = ["--model_name_or_path", str(folder), "--dataset_name", "d", "--use_cpu", "True"]
         model_args = arguments.parse(flags).build()[0]
         tokenizer = __import__("chat").prepare_tokenizer(str(folder), "chatml")[0]
-        return utils.create_and_prepare_model(model_args, True, False, tokenizer)
+        return utils.create_and_prepare_model(
+            model_args, True, False, tokenizer, utils.load_config(str(folder)), sharded=False
+        )
 
     def one_layer_more(folder):
         config = json.loads((folder / "config.json").read_text())

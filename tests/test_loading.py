@@ -231,7 +231,7 @@ def test_a_rank_needs_its_shard_and_one_tensor(tmp_path, strategy):
 def test_offloaded_shards_are_filled(tmp_path):
     """The wrapping that parameter offload uses, on a CPU: FSDP1's and FSDP2's own, without pinned memory."""
     for strategy in ("fsdp2", "fsdp1"):
-        flags = ["--shape", "tiny", "--ranks", "2", "--sides", "ours", "--offload", "--folder", tmp_path]
+        flags = ["--shape", "tiny", "--ranks", "2", "--sides", "ours", "--cases", "nf4", "--offload", "--folder", tmp_path]
         run([sys.executable, "benchmarks/loading.py", *flags, "--strategy", strategy])
 
 
