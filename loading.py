@@ -49,6 +49,7 @@ import weights
 # each, on an accelerator none, so there it can be more. A multiple of every block size, so no block is cut.
 CHUNK = 1 << 18
 CHUNK_ON_ACCELERATOR = 1 << 24
+ADAPTER_MATRICES = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")  # PEFT's, by layer type
 
 
 class LoadingFailed(ValueError):
@@ -241,9 +242,6 @@ class InitialLora:
             piece.into.copy_(value[piece.start : piece.stop])
 
 
-ADAPTER_MATRICES = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
-
-
 class InitialMagnitude:
     """DoRA's magnitude: the norms of the base weight, which LoRA's zero does not change at first."""
 
@@ -432,6 +430,7 @@ class Deferred:
         self.report: dict = {}
         self.sources: dict[tuple[nn.Module, str], object] = {}
         self.loaded = False
+        self._at = None  # the file that is being read
         shapes = {key: parameter.detach() for key, parameter in model.named_parameters()}
         self._shapes = SimpleNamespace(config=model.config, get_parameter=shapes.__getitem__)
         self._last_group: tuple[weights.Group | None, dict] = (None, {})
