@@ -134,11 +134,8 @@ class HealthCheck(TrainerCallback):
         if self.deferred is None:
             return "from_pretrained: every process read and loaded all of them"
         report = self.deferred.report
-        size = {key: human(report[key], "B") for key in ("held", "read", "stored", "peak")}
-        return (
-            f"each rank filled its shard of {size['held']}: read {size['read']} of {size['stored']}, at most {size['peak']} "
-            f"in use, {report['seconds']:.1f} s"
-        )
+        read, stored, peak = (human(report[key], "B") for key in ("read", "stored", "peak"))
+        return f"each rank its shard: read {read} of {stored}, at most {peak} in use, {report['seconds']:.1f} s"
 
     def token_facts(self) -> list[tuple[str, str]]:
         tokenizer, trainer = self.trainer.processing_class, self.trainer

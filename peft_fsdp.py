@@ -134,8 +134,8 @@ def detach_dora_norm(model: nn.Module) -> int:
 def keep_buffers_as_computed(fsdp_plugin) -> None:
     """For FSDP1, stop casting buffers to the mixed-precision type, now and when the Trainer sets it again for 4-bit weights.
 
-    Accelerate 1.15 sets `buffer_dtype`, so at the first forward FSDP1 rounds the rotary frequencies to bfloat16: up to 0.2 % each,
-    which at position 2048 is a phase wrong by radians, and not what the model was trained with or will be used with.
+    Accelerate 1.15 sets `buffer_dtype`, so at the first forward FSDP1 rounds the rotary frequencies to bfloat16: up to 0.2 %
+    each, which at position 2048 is a phase wrong by radians, and not what the model was trained with or will be used with.
     FSDP2 and DDP leave buffers alone. Remove when Accelerate leaves it be.
     """
     original = fsdp_plugin.set_mixed_precision

@@ -48,7 +48,7 @@ def test_it_says_what_loaded_the_model():
     assert check.loading_facts() == "from_pretrained: every process read and loaded all of them"
     report = {"held": 2**30, "read": 3 * 2**30, "stored": 2**33, "peak": 2**31, "seconds": 4.25}
     check.deferred = SimpleNamespace(report=report)
-    facts = "each rank filled its shard of 1.00 GiB: read 3.00 GiB of 8.00 GiB, at most 2.00 GiB in use, 4.2 s"
+    facts = "each rank its shard: read 3.00 GiB of 8.00 GiB, at most 2.00 GiB in use, 4.2 s"
     assert check.loading_facts() == facts
 
 

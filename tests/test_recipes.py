@@ -156,7 +156,9 @@ def test_guide_commands_verbatim(assets, tmp_path, script, config, base):
         OUTPUT_DIR=str(tmp_path / "out"), PORT=free_port(), SCRIPT="tests/probe.py", PROBE_OUT=str(tmp_path / "facts"),
     )  # fmt: skip
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
-    assert re.search(r"weights +each rank filled its shard of .* read .* of .* in use", result.stdout), result.stdout[-2000:]
+    assert re.search(r"weights +each rank its shard: read .* of .*, at most .* in use, [\d.]+ s", result.stdout), (
+        result.stdout[-2000:]
+    )
     adapter = read_adapter(tmp_path / "out")
     rows = {"base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"}
     rows |= {"base_model.model.lm_head.token_adapter.trainable_tokens_delta"}
