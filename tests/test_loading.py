@@ -398,4 +398,5 @@ def test_a_rank_that_fails_while_loading_ends_all(models, assets, tmp_path, faul
     assert not (tmp_path / "out" / "adapter_model.safetensors").exists()
     if says:
         lines = [line for line in result.stderr.splitlines() if "error" in line and says in line]
-        assert len(lines) == 1 and "(rank 1 only)" in lines[0] and file in lines[0], result.stderr[-3000:]
+        # Once, whichever rank met it: both read the file that is cut short.
+        assert len(lines) == 1 and lines[0].startswith("error") and file in lines[0], result.stderr[-3000:]
