@@ -14,6 +14,7 @@ from huggingface_hub import get_token
 from safetensors import SafetensorError, safe_open
 
 import cpu_fsdp
+import loading
 import utils
 
 
@@ -194,7 +195,7 @@ def check_fsdp(model_args, training_args, fsdp: FsdpSettings | None, config) -> 
             "flat: set fsdp_use_orig_params: false, or use an FSDP2 config"
         )
     if fsdp.version == 1 and fsdp.use_orig_params:
-        parameters = sum(p.numel() for p in utils.meta_model(config, training_args.trust_remote_code).parameters())
+        parameters = sum(p.numel() for p in loading.meta_model(config, training_args.trust_remote_code).parameters())
         world = int(os.environ.get("WORLD_SIZE", "1"))
         raise ValueError(
             "fsdp_use_orig_params: true in the Accelerate config loses LoRA's memory saving under FSDP1: every unit mixes "
@@ -214,7 +215,7 @@ def check_fsdp(model_args, training_args, fsdp: FsdpSettings | None, config) -> 
             "checkpoint): use --optim adamw_torch_fused; LoRA's optimizer state is small anyway"
         )
     if fsdp.layer_classes:
-        model = utils.meta_model(config, training_args.trust_remote_code)
+        model = loading.meta_model(config, training_args.trust_remote_code)
         for name in fsdp.layer_classes:
             if get_module_class_from_name(model, name) is None:
                 raise ValueError(
@@ -374,4 +375,6 @@ def check_launch(model_args, training_args, fsdp: FsdpSettings | None, config) -
     check_files(model_args, training_args, fsdp)
     utils.attention_implementation(model_args.use_flash_attn, training_args.use_cpu)
     if model_args.use_peft_lora:
-        utils.check_target_modules(model_args.lora_target_modules, utils.meta_model(config, training_args.trust_remote_code))
+        utils.check_target_modules(
+            model_args.lora_target_modules, loading.meta_model(config, training_args.trust_remote_code)
+        )

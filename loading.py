@@ -207,15 +207,13 @@ class InitialLora:
     """A LoRA matrix as PEFT would initialise it: its draw is repeated from the generator's state, one layer at a time."""
 
     every_rank = False
+    order = (1,)
 
     def __init__(self, layer: LoraLayer, adapter: str, how, state: torch.Tensor, holder: str, steps: list[torch.dtype]):
         self.layer, self.adapter, self.how, self.state, self.holder, self.steps = layer, adapter, how, state, holder, steps
         # PEFT's own initialisation runs on stand-ins of these shapes, since the layer's matrices are shards by then.
         self.shapes = {name: getattr(layer, name)[adapter] for name in ADAPTER_MATRICES if adapter in getattr(layer, name)}
         self.shapes = {name: tuple(getattr(m, "weight", m).shape) for name, m in self.shapes.items()}
-
-    order = (1,)
-    nbytes = 0
 
     def value(self) -> torch.Tensor:
         made = {name: torch.empty(shape) for name, shape in self.shapes.items()}
@@ -247,7 +245,6 @@ class InitialMagnitude:
 
     every_rank = False
     order = (2,)
-    nbytes = 0
 
     def __init__(self, layer: DoraLinearLayer, base: StoredWeight, steps: list[torch.dtype]):
         self.layer, self.base, self.steps = layer, base, steps
@@ -358,6 +355,16 @@ def memory_available(device: torch.device) -> int:
     return available
 
 
+def meta_model(config: PretrainedConfig, trust_remote_code: bool = False, **options) -> PreTrainedModel:
+    """The model's modules without their weights (on the meta device): names, shapes and classes in about a second.
+
+    Args:
+        options: of `from_config`, such as `dtype` and `attn_implementation`.
+    """
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
+
+
 def defer(
     name: str,
     config: PretrainedConfig,
@@ -385,10 +392,7 @@ def defer(
     if dtype == "auto":
         dtype = getattr(config, "dtype", None) or next(iter(floating), torch.float32)
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
-        )
+    model = meta_model(config, trust_remote_code, dtype=dtype, attn_implementation=attention)
     model.config.name_or_path = name
     groups = weights.match(model, checkpoint, stored_in_4bit)
     plan = model._get_dtype_plan(dtype)
@@ -421,8 +425,9 @@ class Deferred:
 
     Attributes:
         model: without memory for its parameters; its buffers are real.
-        report: after loading, the largest of any rank: bytes "held" in shards, "read" and "peak" (in use by the process, on
-            the device), "seconds"; and the checkpoint's "stored" bytes.
+        held_bytes: after loading, of this rank's shards.
+        report: after loading, the largest of any rank: bytes "read" and "peak" (in use by the process, on the device),
+            "seconds"; and the checkpoint's "stored" bytes.
     """
 
     def __init__(self, model: PreTrainedModel, checkpoint: weights.Checkpoint, groups: dict, dtype: torch.dtype):
@@ -647,29 +652,27 @@ class Deferred:
         # The rows of added tokens are parameters too, and have been real all along.
         unknown = [o for o, parts in pieces.items() if not isinstance(o[0], nn.ParameterDict)]
         assert not unknown, f"nothing is known to fill {unknown[:3]} with"
-        self.held_bytes = sum(p.into.numel() * p.into.element_size() for parts in work.values() for p in parts)
+        sizes = {source: sum(piece.into.nbytes for piece in parts) for source, parts in work.items()}
+        self.held_bytes = sum(sizes.values())
+        sizes |= {source: source.nbytes for source in work if source.every_rank}  # read whole, to be quantised
         self.peak = memory_held(device)
         main = not dist.is_initialized() or dist.get_rank() == 0
-        total = sum(source.nbytes if source.every_rank else _bytes_of(parts) for source, parts in work.items())
-        with tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights", disable=not (main and progress)) as bar:
+        shown = main and progress
+        with tqdm(total=sum(sizes.values()), unit="B", unit_scale=True, desc="Loading weights", disable=not shown) as bar:
             for source, parts in sorted(work.items(), key=lambda item: item[0].order):
                 self._at = getattr(source, "group", None) and self.checkpoint.tensors[source.group.key].file
                 source.fill(parts, device)
                 now = memory_held(device)
                 self.peak = max(self.peak, now)
                 bar.set_postfix_str(f"{now / 2**30:.2f} GiB held by rank 0", refresh=False)
-                bar.update(source.nbytes if source.every_rank else _bytes_of(parts))
+                bar.update(sizes[source])
         self._last_group = (None, {})
 
     def _report(self, seconds: float) -> None:
-        mine = (self.held_bytes, self.checkpoint.bytes_read, self.peak, seconds)
+        mine = (self.checkpoint.bytes_read, self.peak, seconds)
         ranks = [mine]
         if dist.is_initialized():
             ranks = [None] * dist.get_world_size()
             dist.all_gather_object(ranks, mine)
-        self.report = dict(zip(("held", "read", "peak", "seconds"), map(max, zip(*ranks, strict=True)), strict=True))
+        self.report = dict(zip(("read", "peak", "seconds"), map(max, zip(*ranks, strict=True)), strict=True))
         self.report["stored"] = sum(stored.nbytes for stored in self.checkpoint.tensors.values())
-
-
-def _bytes_of(parts: list[Piece]) -> int:
-    return sum(piece.into.numel() * piece.into.element_size() for piece in parts)

@@ -97,16 +97,16 @@ def main(argv: list[str] | None = None) -> AdapterSFTTrainer:
         if fsdp_plugin is None:
             fail(f"{fsdp.name} was asked for but DDP is in force: the model would not be sharded")
         deferred.fill_when_wrapped(trainer)
-    if peft_config is not None and fsdp_plugin is not None and fsdp_plugin.fsdp_version == 1:
-        fsdp_plugin.auto_wrap_policy = fsdp_auto_wrap_policy(trainer.model)
-        fsdp_plugin.ignored_modules = peft_fsdp.replicate_token_rows(trainer.model, training_args.device) or None
-        # The Trainer gives a 4-bit model mixed precision in its storage type, asked for or not.
-        if fsdp_plugin.mixed_precision_policy is not None or model_args.use_4bit_quantization:
-            peft_fsdp.keep_lora_input_dtype(trainer.model)
-            peft_fsdp.detach_dora_norm(trainer.model)
-
     if fsdp_plugin is not None and fsdp_plugin.fsdp_version == 1:
         peft_fsdp.keep_buffers_as_computed(fsdp_plugin)
+        if peft_config is not None:
+            fsdp_plugin.auto_wrap_policy = fsdp_auto_wrap_policy(trainer.model)
+            fsdp_plugin.ignored_modules = peft_fsdp.replicate_token_rows(trainer.model, training_args.device) or None
+            # The Trainer gives a 4-bit model mixed precision in its storage type, asked for or not.
+            if fsdp_plugin.mixed_precision_policy is not None or model_args.use_4bit_quantization:
+                peft_fsdp.keep_lora_input_dtype(trainer.model)
+                peft_fsdp.detach_dora_norm(trainer.model)
+
     if fsdp_plugin is not None and fsdp_plugin.fsdp_version == 2:
         peft_fsdp.keep_outputs_as_computed(fsdp_plugin)
         if peft_config is not None:

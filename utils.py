@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, P
 from transformers.utils import is_kernels_available
 
 import loading
+import weights
 
 FLASH_ATTENTION_KERNEL = "kernels-community/flash-attn2"
 
@@ -30,12 +31,6 @@ def load_config(model_name_or_path: str, revision: str | None = None, trust_remo
             f"no model at --model_name_or_path {model_name_or_path}: give a Hub id you can reach or a local folder with a "
             f"config.json ({str(error).splitlines()[0]})"
         ) from None
-
-
-def meta_model(config: PretrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The model's modules without their weights (on the meta device): names, shapes and classes in about a second."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
 
 
 def attention_implementation(use_flash_attn: bool, use_cpu: bool = False) -> str | None:
@@ -168,12 +163,10 @@ def _whole_model(name, config, revision, trust_remote_code, dtype, attention, qu
     except (SafetensorError, OSError, RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ValueError(f"--model_name_or_path {name}: its weights cannot be loaded ({reason})") from error
-    for keys, what in (  # Transformers fills missing ones with random numbers and goes on
-        (loaded["missing_keys"], "lacks {} weights that its config.json asks for"),
-        (loaded["unexpected_keys"], "holds {} weights that its config.json has no place for"),
-    ):
-        if keys:
-            raise ValueError(f"--model_name_or_path {name}: the checkpoint {what.format(len(keys))} (first: {min(keys)})")
+    # Transformers fills missing ones with random numbers and goes on.
+    weights.refuse_mismatch(
+        f"--model_name_or_path {name}: the checkpoint", loaded["missing_keys"], loaded["unexpected_keys"]
+    )
     return model
 
 

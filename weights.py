@@ -296,17 +296,22 @@ def match(model: PreTrainedModel, checkpoint: Checkpoint, quantized: bool = Fals
     # What Transformers would initialise anew has no values here either.
     report.missing_keys |= {name for name, _ in model.named_parameters()} - set(made) - tied
     folder = checkpoint.tensors[next(iter(checkpoint.tensors))].file.parent if checkpoint.tensors else checkpoint.name
+    refuse_mismatch(str(folder), report.missing_keys, report.unexpected_keys)
+    return made
+
+
+def refuse_mismatch(where: str, missing: set[str], unexpected: set[str]) -> None:
+    """Raise ValueError, listing names, unless a checkpoint holds what its `config.json` asks for and nothing else."""
     for keys, what in (
-        (report.missing_keys, "lacks {} weights that its config.json asks for"),
-        (report.unexpected_keys, "holds {} weights that its config.json has no place for"),
+        (missing, "lacks {} weights that its config.json asks for"),
+        (unexpected, "holds {} weights that its config.json has no place for"),
     ):
         if keys:
             listed = ", ".join(sorted(keys, key=dot_natural_key)[:5]) + (", ..." if len(keys) > 5 else "")
             raise ValueError(
-                f"{folder} {what.format(len(keys))} ({listed}): config.json and the weights do not belong together, or "
+                f"{where} {what.format(len(keys))} ({listed}): config.json and the weights do not belong together, or "
                 "files are missing"
             )
-    return made
 
 
 def _leave_out_tied(model: PreTrainedModel, made: dict[str, Group], missing: set[str]) -> None:

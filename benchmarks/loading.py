@@ -95,18 +95,11 @@ def make_checkpoint(folder: Path, shape: str, sparse: bool) -> Path:
 
 
 def settings(args):
-    import torch
-    from transformers import BitsAndBytesConfig
+    import utils
 
-    if args.case == "plain":
-        return None
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
-        bnb_4bit_quant_storage=torch.bfloat16,
-    )
+    return utils.quantization_config(
+        use_4bit=args.case == "nf4"
+    )  # NF4 with double quantisation, computed and stored in bfloat16
 
 
 def load_ours(args, device) -> dict:
@@ -117,7 +110,6 @@ def load_ours(args, device) -> dict:
     from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, OffloadPolicy, fully_shard
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-    import cpu_fsdp
     import loading
 
     config = config_of(args.shape)
@@ -132,7 +124,6 @@ def load_ours(args, device) -> dict:
             fully_shard(layer, offload_policy=policy)
         fully_shard(model, offload_policy=policy)
     else:
-        cpu_fsdp._let_fsdp1_take_the_cpu_device()
         with loading.wrapping_without_memory():
             model = FSDP(
                 model, auto_wrap_policy=fsdp_auto_wrap_policy(model), device_id=device, use_orig_params=False,

@@ -5,6 +5,7 @@ import torch
 
 import arguments
 import checks
+import loading
 import utils
 from launching import ROOT, accelerate, run
 from strategies import FSDP1, FSDP2
@@ -112,7 +113,7 @@ def test_incomplete_checkpoint(monkeypatch, assets, tmp_path):
 )
 def test_target_modules_list_or_regex(assets, value, expected):
     assert utils.target_modules(value) == expected
-    utils.check_target_modules(value, utils.meta_model(utils.load_config(str(assets["fp32"]))))
+    utils.check_target_modules(value, loading.meta_model(utils.load_config(str(assets["fp32"]))))
 
 
 def test_flash_attention_is_never_replaced_quietly(monkeypatch):

@@ -6,17 +6,22 @@ import json
 import shutil
 import sys
 import time
+from contextlib import nullcontext
 
 import bitsandbytes
 import pytest
 import torch
+import transformers
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 import arguments
 import checks
 import loading
+import peft_fsdp
 import tiny
+import utils
 import weights
 from launching import ROOT, accelerate, probe, run
 from strategies import FSDP1, FSDP2, NO_FSDP, assert_sharded
@@ -317,6 +322,66 @@ def test_a_bad_checkpoint_is_refused_by_name(models, tmp_path, fault):
     with pytest.raises(ValueError, match=message) as raised:
         loading.defer(str(folder), AutoConfig.from_pretrained(folder))
     assert str(folder) in str(raised.value)
+
+
+def test_tied_weights_that_are_both_stored(assets, tmp_path):
+    """As older releases saved them: equal values are one weight."""
+    folder = tmp_path / "both"
+    shutil.copytree(assets["tied"], folder)
+    tensors = load_file(folder / "model.safetensors")
+    assert "lm_head.weight" not in tensors
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, folder / "model.safetensors")
+    deferred = loading.defer(str(folder), AutoConfig.from_pretrained(folder))
+    assert deferred.model.lm_head.weight is deferred.model.model.embed_tokens.weight
+    assert (
+        deferred.sources[deferred.model.lm_head, "weight"] is deferred.sources[deferred.model.model.embed_tokens, "weight"]
+    )
+
+
+def test_layers_that_stay_in_float32(models, monkeypatch):
+    """By Transformers' patterns, which may hold a dot; the types are those of from_pretrained."""
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "_keep_in_fp32_modules_strict", {"mlp.up_proj", "lm_head"})
+    folder = str(models["llama-bf16"])
+    whole = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    deferred = loading.defer(folder, AutoConfig.from_pretrained(folder))
+    kinds = {name: parameter.dtype for name, parameter in whole.named_parameters()}
+    assert set(kinds.values()) == {torch.float32, torch.bfloat16}
+    assert {name: parameter.dtype for name, parameter in deferred.model.named_parameters()} == kinds
+
+
+def test_a_buffer_that_nothing_computes_is_refused(models, monkeypatch):
+    monkeypatch.setattr(
+        transformers.models.llama.modeling_llama.LlamaPreTrainedModel, "_init_weights", lambda self, module: None
+    )
+    with pytest.raises(ValueError, match=r"inv_freq of this llama model is computed where no weights are"):
+        loading.defer(str(models["llama-fp32"]), AutoConfig.from_pretrained(models["llama-fp32"]))
+
+
+def test_lora_on_fused_experts_is_refused_under_fsdp1(models):
+    """Where every rank would train on what was never gathered; the attention's layers are fine."""
+    folder = str(models["mixtral-fp32"])
+    for targets, refused in (("all-linear", True), (["q_proj"], False)):
+        deferred = loading.defer(folder, AutoConfig.from_pretrained(folder))
+        with deferred.recorded():
+            model = get_peft_model(deferred.model, LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=targets))
+        with pytest.raises(ValueError, match="does not work under FSDP1; use an FSDP2 config") if refused else nullcontext():
+            peft_fsdp.check_gatherable(model)
+
+
+def test_rows_of_added_tokens_and_lora_exclude_each_other(assets):
+    deferred = loading.defer(str(assets["tied"]), AutoConfig.from_pretrained(assets["tied"]))
+    model_args = arguments.ModelArguments(model_name_or_path="m", lora_target_modules="q_proj,embed_tokens")
+    with pytest.raises(ValueError, match="rows of embed_tokens are trained, .*leave it out"):
+        utils.create_peft_config(model_args, [3], deferred.model)
+
+
+@pytest.mark.parametrize(
+    ("version", "strategy", "ranks"),
+    [(2, "FULL_SHARD", 8), (1, "FULL_SHARD", 8), (1, "2", 8), (1, "HYBRID_SHARD", 4), (1, "5", 4), (1, "NO_SHARD", 1)],
+)
+def test_over_how_many_ranks_a_weight_is_sharded(version, strategy, ranks):
+    settings = checks.FsdpSettings(version, strategy, False, False, "SHARDED_STATE_DICT", False, [])
+    assert settings.shard_ranks(8, 4) == ranks
 
 
 def test_no_room_on_the_disk_for_the_download(monkeypatch, tmp_path):
