@@ -324,6 +324,29 @@ def test_a_bad_checkpoint_is_refused_by_name(models, tmp_path, fault):
     assert str(folder) in str(raised.value)
 
 
+def test_ranges_are_read_exactly(tmp_path):
+    """Against the library, over types and shapes: the same elements, and no byte more."""
+    tensors = {
+        "a": torch.randn(7, 5),
+        "b": torch.randn(3, 4, 2).bfloat16(),
+        "c": torch.arange(11, dtype=torch.uint8),
+        "d": torch.tensor(2.5),
+        "e": torch.empty(0, 4),
+    }
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    checkpoint = weights.Checkpoint(str(tmp_path))
+    for name, tensor in tensors.items():
+        flat = tensor.reshape(-1)
+        assert torch.equal(checkpoint.whole(name), tensor)
+        for start, stop in ((0, len(flat)), (len(flat) // 3, len(flat)), (len(flat) // 3, len(flat) // 2)):
+            before = checkpoint.bytes_read
+            part = checkpoint.read(name, start, stop)
+            assert part.dtype == tensor.dtype and torch.equal(part, flat[start:stop]), (name, start, stop)
+            assert checkpoint.bytes_read - before == part.nbytes
+    with pytest.raises(AssertionError, match="a has no elements 30 to 36"):
+        checkpoint.read("a", 30, 36)
+
+
 def test_tied_weights_that_are_both_stored(assets, tmp_path):
     """As older releases saved them: equal values are one weight."""
     folder = tmp_path / "both"
