@@ -1,4 +1,4 @@
-"""A safetensors checkpoint, read in slices: its files, its tensors, and which of them make which weight of a model.
+"""A safetensors checkpoint, read in slices and written tensor by tensor; which of its tensors make which model weight.
 
 Opening one reads only headers; reading a range of a tensor's elements reads those bytes and no others. Names are matched by
 Transformers' own conversion mapping, so a checkpoint written for an older release, or one that stores experts one by one, is
@@ -6,6 +6,7 @@ read as `from_pretrained` would read it.
 """
 
 import copy
+import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -36,6 +37,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # What bitsandbytes stores beside a 4-bit weight, as suffixes of the weight's own name.
 QUANT_STATE_PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", "quant_state.bitsandbytes__")
 
@@ -155,6 +157,56 @@ def read_header(path: Path) -> dict[str, Stored]:
             raise ValueError(f"{path}: {key} is stored as {entry['dtype']}, which cannot be loaded")
         tensors[key] = Stored(path, DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
     return tensors
+
+
+class TensorWriter:
+    """A safetensors file written one tensor at a time, in any order, so that never more than one is in memory.
+
+    Args:
+        path: of the file; an existing one is replaced.
+        layout: type and shape of every tensor, by name.
+
+    Raises:
+        OSError: it cannot be written; the file is then incomplete and no reader accepts it.
+    """
+
+    def __init__(self, path: Path, layout: dict[str, tuple[torch.dtype, tuple[int, ...]]]):
+        self.path, self.layout, self.left = Path(path), layout, set(layout)
+        header, self.offsets, end = {"__metadata__": {"format": "pt"}}, {}, 0
+        # As the library does: the widest types first, so that every tensor is aligned.
+        for name in sorted(layout, key=lambda name: (-layout[name][0].itemsize, name)):
+            dtype, shape = layout[name]
+            self.offsets[name], end = end, end + torch.Size(shape).numel() * dtype.itemsize
+            offsets = [self.offsets[name], end]
+            header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": offsets}
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        self.file = open(self.path, "wb")
+        self.file.write(len(text).to_bytes(8, "little") + text)
+        self.start = self.file.tell()
+        self.file.truncate(self.start + end)
+
+    def write(self, name: str, tensor: torch.Tensor) -> str:
+        """Put one tensor in its place. Returns the SHA-256 of its bytes."""
+        dtype, shape = self.layout[name]
+        assert (tensor.dtype, tuple(tensor.shape)) == (dtype, tuple(shape)), f"{name} is not what was announced"
+        data = as_bytes(tensor)
+        self.file.seek(self.start + self.offsets[name])
+        self.file.write(data)
+        self.left.discard(name)
+        return hashlib.sha256(data).hexdigest()
+
+    def close(self) -> None:
+        """Flush to the disk."""
+        assert not self.left, f"never written: {sorted(self.left)[:3]}"
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.file.close()
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor in their own order, on the CPU, without a copy if it lies there contiguously."""
+    return memoryview(tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 def find_files(name: str, revision: str | None = None, file_name: str | None = None) -> tuple[list[Path], dict[str, str]]:
