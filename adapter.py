@@ -1,24 +1,23 @@
-"""Gather, save and load what was trained, and nothing else, under one device, DDP, FSDP1 and FSDP2.
+"""Gather, write, check and load what is trained, and nothing else, under one device, DDP, FSDP1 and FSDP2.
 
 A full state dict gathers the frozen base model on one rank to write a few megabytes, a sharded one leaves no adapter to
 load, and wrapper names that FSDP and activation checkpointing insert make PEFT match no key at all and write an empty
-file. Here the trained parameters alone are gathered, one FSDP unit at a time, under the names they had before wrapping.
+file. Here the trained parameters alone are gathered, one FSDP unit at a time, under the names they had before wrapping,
+and each is on the disk before the next is gathered.
 """
 
-import os
+import hashlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from accelerate.utils import save_fsdp_optimizer
 from peft import PeftModel, get_peft_model_state_dict
-from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers.trainer import SCHEDULER_NAME
-from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
-from trl import SFTTrainer
+
+import weights
 
 
 class WrongAdapter(ValueError):
@@ -34,7 +33,7 @@ def unwrapped_name(name: str) -> str:
     return name
 
 
-def trained_tensors(model: nn.Module, writeback: bool = False):
+def trained_tensors(model: nn.Module, writeback: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, full tensor) for every trained parameter, on every rank, holding one FSDP unit at a time.
 
     A collective: all ranks have to run it to the end. Under FSDP1 a tensor is valid only until the next is asked for, and
@@ -63,7 +62,31 @@ def trained_tensors(model: nn.Module, writeback: bool = False):
         clean = unwrapped_name(name)
         if not parameter.requires_grad or clean in seen or (units and name.endswith("_flat_param")):
             continue
-        yield clean, parameter.full_tensor().detach() if isinstance(parameter, DTensor) else parameter.detach()
+        yield clean, whole(parameter).detach()
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The full tensor of a shard, or the tensor itself. A collective for a shard."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    # An offloaded shard lies on the CPU, where the accelerator's process group cannot gather it.
+    return tensor.to(tensor.device_mesh.device_type).full_tensor()
+
+
+def trained_layout(model: nn.Module) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Type and whole shape of every trained parameter, by the name `trained_tensors` gives it. No communication."""
+    layout = {}
+    for prefix, unit in model.named_modules():
+        if isinstance(unit, FSDP) and unit._handle is not None:
+            flat = unit._handle.flat_param
+            if flat.requires_grad:
+                start = unwrapped_name(f"{prefix}.") if prefix else ""
+                for name, shape in zip(flat._fqns, flat._shapes, strict=True):
+                    layout[start + unwrapped_name(name)] = (flat.dtype, tuple(shape))
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not name.endswith("_flat_param"):
+            layout.setdefault(unwrapped_name(name), (parameter.dtype, tuple(parameter.shape)))
+    return layout
 
 
 def reshard(model: nn.Module) -> None:
@@ -83,31 +106,33 @@ def gather_trained(model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def load_trained(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
-    """Overwrite every trained parameter with the full tensor of its name. A collective.
+def load_trained(model: nn.Module, shapes: dict[str, tuple[int, ...]], read: Callable[[str], torch.Tensor]) -> None:
+    """Overwrite every trained parameter with the full tensor of its name, one at a time. A collective.
+
+    Args:
+        shapes: of every tensor that is there, by parameter name.
+        read: gives one of them.
 
     Raises:
-        WrongAdapter: a trained parameter is missing from `state`, or `state` has others, or a shape differs.
+        WrongAdapter: a trained parameter is missing, or there are others, or a shape differs; nothing is changed then.
     """
-    reshard(model)
-    missing, left = [], dict(state)
+    expected = {name: shape for name, (_, shape) in trained_layout(model).items()}
+    missing = [name for name, shape in expected.items() if shapes.get(name) != shape]
+    left = [name for name in shapes if name not in expected]
+    if missing or left:
+        raise WrongAdapter(
+            f"the adapter does not belong to this model and LoRA configuration: {len(missing)} trained tensors are missing "
+            f"or have another shape (first: {missing[:1]}), {len(left)} are not trained here (first: {left[:1]})"
+        )
     parameters = {unwrapped_name(name): p for name, p in model.named_parameters()}
     for name, tensor in trained_tensors(model, writeback=True):
-        value = left.pop(name, None)
-        if value is None or value.shape != tensor.shape:
-            missing.append(name)
-            continue
+        value = read(name)
         parameter = parameters.get(name)
         if isinstance(parameter, DTensor):
             value = value.to(device=parameter.device, dtype=parameter.dtype)
             parameter.copy_(distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None))
         else:
             tensor.copy_(value)
-    if missing or left:
-        raise WrongAdapter(
-            f"the adapter does not belong to this model and LoRA configuration: {len(missing)} trained tensors are missing "
-            f"or have another shape (first: {missing[:1]}), {len(left)} are not trained here (first: {list(left)[:1]})"
-        )
 
 
 def adapter_keys(model: PeftModel) -> dict[str, str]:
@@ -122,110 +147,75 @@ def adapter_keys(model: PeftModel) -> dict[str, str]:
     return keys
 
 
-def write_adapter(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write a safetensors file beside `path`, read it back, compare, and only then put it in place.
+class AdapterFile:
+    """The safetensors file of an adapter, written tensor by tensor, then read back and compared.
 
-    Raises:
-        RuntimeError: there is nothing to write, or the file does not hold what was in memory.
-    """
-    if not tensors:
-        raise RuntimeError(f"no trained parameter was gathered for {path}: the adapter would be empty")
-    partial = path.with_name(path.name + ".partial")
-    save_file(tensors, partial, metadata={"format": "pt"})
-    read = load_file(partial)
-    wrong = [key for key, tensor in tensors.items() if key not in read or not _same_bytes(read[key], tensor)]
-    if wrong or len(read) != len(tensors):
-        raise RuntimeError(f"{partial} does not hold the adapter that was in memory (first difference: {wrong[:1]})")
-    os.replace(partial, path)
-
-
-def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    # Bytes, so that a NaN equals itself and the comparison is about the file, not about the numbers.
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-
-
-def fill_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give a new optimizer its state tensors (zeros), without changing a weight, so that there is something to load into.
-
-    Accelerate 1.15 asks FSDP1 for the optimizer's state and reads a sharded checkpoint into what it gets. A new optimizer
-    has none, so nothing is read, and training goes on from zero moments without a word. Remove when it fills it first.
-    """
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-
-
-class AdapterSFTTrainer(SFTTrainer):
-    """TRL's `SFTTrainer`, whose every save is complete under every strategy and state-dict type.
-
-    With PEFT, each `checkpoint-N` and the final folder are adapters that `from_pretrained` loads, with the tokenizer and
-    the generation configuration; resuming reads the adapter from there, and FSDP's own copy of it, which Accelerate would
-    write and read under names that match nothing, is neither written nor needed.
+    Args:
+        path: of the file.
+        layout: type and shape of every tensor, by PEFT's key.
     """
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.peft_model = self.model if isinstance(self.model, PeftModel) else None
-        self.base_model = self.model if self.peft_model is None else self.peft_model.get_base_model()
-        self.keys = adapter_keys(self.peft_model) if self.peft_model is not None else {}
+    def __init__(self, path: Path, layout: dict[str, tuple[torch.dtype, tuple[int, ...]]]):
+        self.path, self.layout, self.digests = path, layout, {}
+        self.writer = weights.TensorWriter(path, layout)
 
-    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        # A model without memory is filled when it has been sharded (see loading.py); until then nothing can be moved.
-        if not any(parameter.is_meta for parameter in model.parameters()):
-            super()._move_model_to_device(model, device)
+    def write(self, key: str, tensor: torch.Tensor) -> None:
+        self.digests[key] = self.writer.write(key, tensor)
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        folder = Path(output_dir or self.args.output_dir)
-        state = gather_trained(self.model, keep=self.args.should_save)
-        if self.args.should_save:
-            folder.mkdir(parents=True, exist_ok=True)
-            if self.peft_model is None:
-                self.base_model.save_pretrained(folder, state_dict=state)
-            else:
-                write_adapter(folder / ADAPTER_SAFE_WEIGHTS_NAME, {self.keys[name]: t for name, t in state.items()})
-                self._save_adapter_config(folder)
-                if self.base_model.generation_config is not None:
-                    self.base_model.generation_config.save_pretrained(folder)
-            self.processing_class.save_pretrained(folder)
-        self.accelerator.wait_for_everyone()
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+    def close(self) -> None:
+        """Finish the file and compare it with what was in memory.
 
-    def _save_adapter_config(self, folder: Path) -> None:
-        config = self.peft_model.active_peft_config
-        training, config.inference_mode = config.inference_mode, True
-        config.save_pretrained(folder)
-        config.inference_mode = training
+        Raises:
+            WrongAdapter: it does not hold that.
+            OSError: it cannot be written or read.
+        """
+        self.writer.close()
+        wrong = check_adapter(self.path, self.layout, self.digests)
+        if wrong:
+            raise WrongAdapter(f"{self.path} does not hold the adapter that was in memory: {wrong[0]}")
 
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if self.peft_model is None or not self.is_fsdp_enabled:
-            return super()._save_optimizer_and_scheduler(output_dir)
-        # As in the Trainer, less `save_fsdp_model`: `save_model` has written the adapter, and the base does not change.
-        save_fsdp_optimizer(self.accelerator.state.fsdp_plugin, self.accelerator, self.optimizer, self.model, output_dir)
-        if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is not None and any(isinstance(module, FSDP) for module in self.model.modules()):
-            fill_optimizer_state(self.optimizer.optimizer)
-        super()._load_optimizer_and_scheduler(checkpoint)
+def digest(tensor: torch.Tensor) -> str:
+    """SHA-256 of a tensor's bytes, so that a NaN equals itself: the comparison is about the file, not the numbers."""
+    return hashlib.sha256(weights.as_bytes(tensor)).hexdigest()
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if self.peft_model is None:
-            return super()._load_from_checkpoint(resume_from_checkpoint, model)
-        path = Path(resume_from_checkpoint) / ADAPTER_SAFE_WEIGHTS_NAME
-        if not path.is_file():
-            raise ValueError(f"{resume_from_checkpoint} holds no {ADAPTER_SAFE_WEIGHTS_NAME}: it cannot be resumed from")
-        names = {key: name for name, key in self.keys.items()}
-        load_trained(model or self.model, {names.get(key, key): tensor for key, tensor in load_file(path).items()})
 
-    def _load_best_model(self) -> None:
-        if self.peft_model is None:
-            return super()._load_best_model()
-        self._load_from_checkpoint(self.state.best_model_checkpoint, self.model)
+def check_adapter(
+    path: Path,
+    layout: dict[str, tuple[torch.dtype, tuple[int, ...]]],
+    digests: dict[str, str] | None = None,
+    trained: bool = False,
+) -> list[str]:
+    """What is wrong with an adapter file, one line each; empty if nothing.
+
+    Args:
+        layout: type and shape of every tensor it has to hold, by PEFT's key. Others are wrapper names that no loader
+            matches, or frozen weights.
+        digests: SHA-256 of each tensor's bytes in memory, to compare with.
+        trained: whether training is over, so that an all-zero lora_B or a value that is no number is a failed run.
+    """
+    file = weights.Checkpoint(str(path.parent), file_name=path.name)
+    found, wrong = file.tensors, []
+    for key in sorted(set(layout) - set(found)):
+        wrong.append(f"it lacks {key}")
+    for key in sorted(set(found) - set(layout)):
+        kind = "the name of a wrapper, which no loader matches" if unwrapped_name(key) != key else "not trained here"
+        wrong.append(f"it holds {key}: {kind}")
+    zero = []
+    for key in sorted(set(layout) & set(found)):
+        dtype, shape = layout[key]
+        if (found[key].dtype, found[key].shape) != (dtype, tuple(shape)):
+            wrong.append(f"{key} is {found[key].dtype} {list(found[key].shape)}, not {dtype} {list(shape)}")
+            continue
+        tensor = file.whole(key)
+        if digests is not None and digest(tensor) != digests[key]:
+            wrong.append(f"{key} has other bytes")
+        # An expert that no token was sent to is still what it was.
+        if trained and "lora_" in key and "_B" in key and not tensor.any() and ".experts." not in key:
+            zero.append(key)
+        if trained and not torch.isfinite(tensor).all():
+            wrong.append(f"{key} holds values that are not finite")
+    file.close()
+    if zero:
+        wrong.append(f"{len(zero)} lora_B are all zero, as before training (first: {zero[0]}): they have learned nothing")
+    return wrong

@@ -103,6 +103,13 @@ class TrainingConfig(SFTConfig):
             "help": "Tokens per row; longer rows are cut.",
         },
     )
+    resume_from_checkpoint: str | None = field(
+        default=None,
+        metadata={
+            "help": "auto: the newest good checkpoint-N of --output_dir, or anew if there is none; True: there must be one; "
+            "a folder; False"
+        },
+    )
     use_reentrant: bool | None = field(
         default=None, metadata={"help": "Reentrant gradient checkpointing; unset: False, PyTorch's recommendation."}
     )
@@ -145,6 +152,8 @@ REFUSED = {
     "do_predict": "train.py trains and evaluates only",
     "do_eval": "set --eval_strategy and name a second split in --splits",
     "hub_token": "the Trainer would upload it inside training_args.bin; set HF_TOKEN or run `hf auth login`",
+    "enable_jit_checkpoint": "SIGTERM and SIGINT always stop all ranks at one step, with a checkpoint",
+    "ignore_data_skip": "a resumed run goes on with the rows that come next",
     "neftune_noise_alpha": "it changes the forward of the embedding that FSDP shards and is not supported",
 }
 

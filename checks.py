@@ -11,10 +11,11 @@ import torch
 from accelerate.utils.constants import FSDP_SHARDING_STRATEGY
 from accelerate.utils.dataclasses import get_module_class_from_name
 from huggingface_hub import get_token
-from safetensors import SafetensorError, safe_open
 
+import checkpoint
 import cpu_fsdp
 import loading
+import run_record
 import utils
 
 
@@ -234,8 +235,6 @@ def check_trainer(model_args, training_args, fsdp: FsdpSettings | None) -> None:
         raise ValueError(
             "--padding_free True does not cut rows to --max_length: use --packing True, or max_length: null in a recipe"
         )
-    if training_args.save_only_model and fsdp and "SHARDED" in fsdp.state_dict_type:
-        raise ValueError("--save_only_model True needs fsdp_state_dict_type: FULL_STATE_DICT in the Accelerate config")
     targets = re.split(r"[^\w]+", model_args.lora_target_modules)
     if model_args.use_peft_lora and fsdp and fsdp.version == 1 and "embed_tokens" in targets:
         raise ValueError(
@@ -253,21 +252,6 @@ def check_trainer(model_args, training_args, fsdp: FsdpSettings | None) -> None:
         )
     if training_args.push_to_hub and get_token() is None:
         raise ValueError("--push_to_hub needs a login: run `hf auth login` or set HF_TOKEN; or pass --push_to_hub False")
-
-
-def missing_from_checkpoint(folder: Path) -> list[str]:
-    """What a `checkpoint-N` folder lacks to be resumed from; empty if nothing."""
-    names = {path.name for path in folder.iterdir()}
-    parts = {"trainer_state.json": "step counters", "scheduler.pt": "learning-rate schedule"}
-    missing = [what for name, what in parts.items() if name not in names]
-    return missing + ([] if any(name.startswith("optimizer") for name in names) else ["optimizer state"])
-
-
-def last_complete_checkpoint(output_dir: str) -> str | None:
-    """The newest `checkpoint-N` of a folder whose save was not interrupted; None if there is none."""
-    found = [(int(p.name.split("-")[1]), p) for p in Path(output_dir).glob("checkpoint-*") if p.name.split("-")[1].isdigit()]
-    complete = [path for _, path in sorted(found) if path.is_dir() and not missing_from_checkpoint(path)]
-    return str(complete[-1]) if complete else None
 
 
 # (argument, what it must be, the test)
@@ -309,7 +293,7 @@ def settle_mixed_precision(training_args) -> list[str]:
     return [f"mixed_precision: {configured} in the Accelerate config is overruled by the arguments: {decided}"]
 
 
-def check_files(model_args, training_args, fsdp: FsdpSettings | None) -> None:
+def check_files(model_args, training_args) -> None:
     """The output folder and the checkpoint to resume from."""
     folder = Path(training_args.output_dir)
     if folder.exists() and not folder.is_dir():
@@ -317,52 +301,141 @@ def check_files(model_args, training_args, fsdp: FsdpSettings | None) -> None:
     parent = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     if not os.access(parent, os.W_OK):
         raise ValueError(f"--output_dir {folder} cannot be written: {parent} is read-only for this user")
-    checkpoint = training_args.resume_from_checkpoint
-    if checkpoint is None:
+    resumed = training_args.resume_from_checkpoint
+    there = checkpoint.numbered(folder)
+    if resumed is None:
+        if there:
+            raise ValueError(
+                f"--output_dir {folder} holds {there[-1][1].name} of an earlier run: add --resume_from_checkpoint auto to "
+                "go on with it, or name another folder, or delete it"
+            )
         return
-    if not Path(checkpoint).is_dir():
+    check_checkpoint(Path(resumed), model_args, training_args)
+    newer = [path.name for step, path in there if step > training_state(Path(resumed))["step"]]
+    newer = [name for name in newer if checkpoint.problem_with(folder / name) is None]
+    if newer and folder.resolve() == Path(resumed).resolve().parent:
         raise ValueError(
-            f"--resume_from_checkpoint {checkpoint} does not exist: name a checkpoint-N folder, or True for the last one"
+            f"--resume_from_checkpoint {resumed}: {newer[-1]} beside it is newer and good, and would be mixed with this "
+            "run's: use auto to go on from that, or another --output_dir, or delete it"
         )
-    missing = missing_from_checkpoint(Path(checkpoint))
-    if missing:
-        raise ValueError(
-            f"--resume_from_checkpoint {checkpoint} is not complete (no {', '.join(missing)}): resuming from it would "
-            "silently start those anew; name another checkpoint-N"
-        )
-    check_checkpoint(Path(checkpoint), model_args, training_args, fsdp)
 
 
-def check_checkpoint(folder: Path, model_args, training_args, fsdp: FsdpSettings | None) -> None:
-    """A complete checkpoint against the run that wants to go on from it."""
-    name = f"--resume_from_checkpoint {folder}"
-    try:
-        state = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
-        step, epoch = state["global_step"], state["epoch"] or 0
-    except (ValueError, KeyError) as error:
-        raise ValueError(f"{name}: trainer_state.json is damaged ({error}); name another checkpoint-N") from None
-    limit = training_args.max_steps
+def find_checkpoint(training_args) -> tuple[str | None, list[str]]:
+    """What `--resume_from_checkpoint` means: auto (or True) is the newest good checkpoint, False is none, else a folder.
+
+    Every byte of it is verified against its manifest. One at the end of a finished run is taken with auto only, which a
+    scheduler runs again whatever happened: nothing is left to train, and the result is saved again.
+
+    Returns:
+        The folder or None, and a line for each newer checkpoint that was skipped.
+
+    Raises:
+        ValueError: a folder that cannot be resumed from, or True and there is none.
+    """
+    value, output_dir = training_args.resume_from_checkpoint, training_args.output_dir
+    if value is None or value.lower() == "false":
+        return None, []
+    if value.lower() not in ("true", "auto"):
+        if not Path(value).is_dir():
+            raise ValueError(
+                f"--resume_from_checkpoint {value} does not exist: name a checkpoint-N folder, or auto for the newest good "
+                "one"
+            )
+        problem = problem_with_resuming(Path(value))
+        if problem:
+            raise ValueError(
+                f"--resume_from_checkpoint {value} cannot be gone on from: {problem}; name another, or use auto"
+            )
+        _refuse_finished(Path(value), training_args)
+        return value, []
+    skipped = []
+    for _, path in reversed(checkpoint.numbered(output_dir)):
+        problem = problem_with_resuming(path)
+        if problem is None:
+            if value.lower() == "true":
+                _refuse_finished(path, training_args)
+            return str(path), skipped
+        skipped.append(f"{path} was skipped: {problem}")
+    if skipped:  # starting anew would leave them beside a run they are not of
+        raise ValueError(
+            f"--resume_from_checkpoint {value}: no checkpoint in {output_dir} is good ({'; '.join(skipped)}): delete them "
+            "to start anew, or name another --output_dir"
+        )
+    if value.lower() == "true":
+        raise ValueError(
+            f"--resume_from_checkpoint {value}: no checkpoint-N in {output_dir}; use auto to start anew where there is none"
+        )
+    return None, []
+
+
+def _refuse_finished(folder: Path, training_args) -> None:
+    state = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
+    step, epoch, limit = state["global_step"], state["epoch"] or 0, training_args.max_steps
     if step >= limit if limit > 0 else epoch >= training_args.num_train_epochs:
         raise ValueError(
-            f"{name} is the end of a finished run (step {step}): raise --max_steps or --num_train_epochs to train further"
+            f"--resume_from_checkpoint {folder} is the end of a finished run (step {step}): raise --max_steps or "
+            "--num_train_epochs to train further"
         )
-    sharded = (folder / "optimizer_0" / ".metadata").is_file() or (folder / "optimizer.bin").is_file()
-    if (fsdp and not sharded) or (not fsdp and not (folder / "optimizer.pt").is_file()):
-        kind = "FSDP" if fsdp else "one device or DDP"
+
+
+def problem_with_resuming(folder: Path) -> str | None:
+    """Why a checkpoint cannot be resumed from; None if it can."""
+    problem = checkpoint.problem_with(folder)
+    if problem:
+        return problem
+    files = checkpoint.manifest_of(folder)["files"]
+    needed = {"trainer_state.json": "step counters", "training_state.json": "schedule and random numbers"}
+    missing = [what for name, what in (needed | {"optimizer.safetensors": "optimizer state"}).items() if name not in files]
+    return f"it was saved without {', '.join(missing)} (--save_only_model)" if missing else None
+
+
+def training_state(folder: Path) -> dict:
+    """A checkpoint's training_state.json."""
+    return json.loads((folder / "training_state.json").read_text(encoding="utf-8"))
+
+
+# Arguments that a checkpoint would overrule, or that decide which rows come next: they have to be what they were.
+KEPT_ON_RESUME = (
+    "use_peft_lora lora_r lora_alpha lora_target_modules use_dora use_rslora use_4bit_quantization use_8bit_quantization "
+    "learning_rate optim lr_scheduler_type seed data_seed max_length packing packing_strategy train_sampling_strategy"
+).split()
+
+
+def check_checkpoint(folder: Path, model_args, training_args) -> None:
+    """A good checkpoint against the run that wants to go on from it."""
+    name, state = f"--resume_from_checkpoint {folder}", training_state(folder)
+    now = run_record.arguments(model_args, training_args)
+    for key in KEPT_ON_RESUME:
+        was = state["arguments"].get(key)
+        if was != now[key]:
+            raise ValueError(
+                f"{name} was trained with --{key} {was}, now it is {now[key]}: going on needs what it was (or start anew in "
+                "another --output_dir)"
+            )
+    batch, accumulation = training_args.per_device_train_batch_size, training_args.gradient_accumulation_steps
+    ranks, wanted = training_args.world_size, state["global_batch"]
+    if batch * accumulation * ranks != wanted and not training_args.auto_find_batch_size:
+        fix = "--per_device_train_batch_size x --gradient_accumulation_steps x processes has to be that"
+        if wanted % (batch * ranks) == 0:
+            fix = f"with {ranks} processes use --gradient_accumulation_steps {wanted // (batch * ranks)}"
+        elif wanted % ranks == 0:
+            fix = f"with {ranks} processes use --per_device_train_batch_size {math.gcd(batch, wanted // ranks)} "
+            fix += f"--gradient_accumulation_steps {wanted // ranks // math.gcd(batch, wanted // ranks)}"
         raise ValueError(
-            f"{name} holds no optimizer state that {kind} can read: resume with the strategy it was written with"
+            f"{name} was trained on {wanted} rows for each step, now it would be {batch * accumulation * ranks}: {fix}, so "
+            "that every row still comes once"
         )
-    if not model_args.use_peft_lora:
-        return
-    try:
-        with safe_open(folder / "adapter_model.safetensors", "pt") as file:
-            file.keys()
-        saved = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    except (SafetensorError, OSError, ValueError) as error:
-        raise ValueError(f"{name}: its adapter is missing or damaged ({error}); name another checkpoint-N") from None
-    for key, flag in (("r", "lora_r"), ("lora_alpha", "lora_alpha"), ("use_dora", "use_dora"), ("use_rslora", "use_rslora")):
-        if saved.get(key) != getattr(model_args, flag):
-            raise ValueError(f"{name} was trained with --{flag} {saved.get(key)}, now it is {getattr(model_args, flag)}")
+
+
+def check_data(folder: str, fingerprint: dict) -> None:
+    """The data of a run against those of the checkpoint it goes on from: other rows would come, or some twice."""
+    was = training_state(Path(folder))["data"]
+    if was != fingerprint:
+        raise ValueError(
+            f"--resume_from_checkpoint {folder}: the training data are not those it was trained on ({was['rows']} rows and "
+            f"{was['tokens']} tokens then, {fingerprint['rows']} and {fingerprint['tokens']} now): give the same "
+            "--dataset_name, --splits and --chat_template_format, or start anew in another --output_dir"
+        )
 
 
 def check_launch(model_args, training_args, fsdp: FsdpSettings | None, config) -> None:
@@ -372,7 +445,7 @@ def check_launch(model_args, training_args, fsdp: FsdpSettings | None, config) -
     check_fsdp(model_args, training_args, fsdp, config)
     check_trainer(model_args, training_args, fsdp)
     check_ranges(model_args, training_args)
-    check_files(model_args, training_args, fsdp)
+    check_files(model_args, training_args)
     utils.attention_implementation(model_args.use_flash_attn, training_args.use_cpu)
     if model_args.use_peft_lora:
         utils.check_target_modules(

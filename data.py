@@ -6,6 +6,8 @@ A row is a chat (`messages`), a prompt with its completion, or plain text in one
 
 from pathlib import Path
 
+import numpy as np
+import xxhash
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 from transformers import PreTrainedTokenizerBase
 
@@ -108,6 +110,18 @@ def tokenize(
     if not any(any(label != IGNORE_INDEX for label in labels) for labels in tokens["labels"]):
         raise ValueError(f"no token of split {split!r} is supervised: there would be nothing to learn from")
     return tokens
+
+
+def fingerprint(dataset: Dataset) -> dict:
+    """What a tokenised split is: its rows, its tokens, and a hash of every token id and label in order."""
+    digest, tokens = xxhash.xxh3_128(), 0
+    for table in dataset.select_columns(["input_ids", "labels"]).with_format("arrow").iter(batch_size=1000):
+        for name in ("input_ids", "labels"):
+            column = table.column(name).combine_chunks()
+            digest.update(np.asarray(column.value_lengths(), dtype=np.int64).tobytes())
+            digest.update(np.asarray(column.flatten(), dtype=np.int64).tobytes())
+        tokens += len(column.flatten())
+    return {"rows": len(dataset), "tokens": tokens, "xxh3_128": digest.hexdigest()}
 
 
 def length_notes(dataset: Dataset, max_length: int | None) -> list[str]:

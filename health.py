@@ -126,6 +126,10 @@ class HealthCheck(TrainerCallback):
             "epoch": "checkpoint-N each epoch",
             "steps": f"checkpoint-N each {args.save_steps:g} steps",
         }
+        if trainer.resumed is not None:
+            then = len(trainer.resumed["ranks"])
+            was = "" if then == world else f", which {then} processes wrote"
+            rows.append(("resumed from", f"{args.resume_from_checkpoint}{was}; step {trainer.state.global_step} is done"))
         hub = f"pushed to the Hub: {args.hub_strategy.value}" if args.push_to_hub else "not pushed to the Hub"
         rows.append(("output", f"{args.output_dir} ({every.get(saves, saves)}; {hub})"))
         return rows + [("note", note) for note in self.notes]

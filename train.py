@@ -13,21 +13,26 @@ import os
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # read when huggingface_hub is imported, so before anything else
 
 from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from peft.utils.other import fsdp_auto_wrap_policy
 from transformers import set_seed
 
 import arguments
 import chat
+import checkpoint
 import checks
 import cpu_fsdp
 import data
 import loading
 import peft_fsdp
+import run_record
 import sharding
 import utils
-from adapter import AdapterSFTTrainer, WrongAdapter
+from adapter import WrongAdapter
 from errors import fail, one_line_errors
 from health import HealthCheck
+from preemption import Preemption
+from trainer import AdapterSFTTrainer, SaveFailed
 
 
 def main(argv: list[str] | None = None) -> AdapterSFTTrainer:
@@ -43,7 +48,10 @@ def main(argv: list[str] | None = None) -> AdapterSFTTrainer:
         set_seed(training_args.seed)
 
         # Check everything that needs no weights.
-        training_args.resume_from_checkpoint = resolve_checkpoint(training_args)
+        training_args.resume_from_checkpoint, skipped = on_main(checks.find_checkpoint, training_args)
+        notes += skipped
+        if training_args.should_save:
+            checkpoint.sweep(training_args.output_dir)
         chat.check_template_name(model_args.chat_template_format)
         trust = training_args.trust_remote_code
         config = utils.load_config(model_args.model_name_or_path, model_args.model_revision, trust)
@@ -56,6 +64,9 @@ def main(argv: list[str] | None = None) -> AdapterSFTTrainer:
         with training_args.main_process_first(local=False), training_args.main_process_first(local=True):
             train_dataset, eval_dataset = prepare_datasets(data_args, training_args, tokenizer)
         notes += data.length_notes(train_dataset, training_args.max_length)
+        fingerprint = on_main(data.fingerprint, train_dataset)
+        if training_args.resume_from_checkpoint is not None:
+            checks.check_data(training_args.resume_from_checkpoint, fingerprint)
         # Embedding rows that no checkpoint fills are trained: of tokens added here, or before without resizing the model.
         unfilled = range(config.get_text_config().vocab_size, len(tokenizer))
         new_token_ids = sorted({*new_token_ids, *unfilled} - {tokenizer.pad_token_id})
@@ -79,6 +90,7 @@ def main(argv: list[str] | None = None) -> AdapterSFTTrainer:
                 train_dataset=train_dataset,
                 eval_dataset=eval_dataset,
                 peft_config=peft_config,
+                about={"arguments": run_record.arguments(model_args, data_args, training_args), "data": fingerprint},
             )
         if fsdp is not None and fsdp.version == 1:
             peft_fsdp.check_gatherable(trainer.model)
@@ -113,15 +125,40 @@ def main(argv: list[str] | None = None) -> AdapterSFTTrainer:
             notes += peft_fsdp.let_the_root_hold_the_head(trainer.model, fsdp_plugin)
 
     # Train, then save: the adapter, complete, whatever fsdp_state_dict_type says.
+    strategy = fsdp.name if fsdp is not None else "DDP" if training_args.world_size > 1 else "one device"
+    record = run_record.Record(training_args, trainer.about, strategy)
+    preemption = Preemption(trainer)
+    trainer.add_callback(preemption)
     try:
-        trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
-    except (sharding.NotInForce, WrongAdapter, loading.LoadingFailed) as error:
+        record.write("running")
+        result = trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+        if trainer.stopped:
+            record.write("stopped", step=trainer.state.global_step)
+            return trainer
+        trainer.save_model(_internal_call=True)
+        trainer.verify_final()
+        trainer.save_state()
+        record.write("finished", step=trainer.state.global_step, metrics=result.metrics)
+        preemption.close()
+        if training_args.push_to_hub:  # after everything is on disk, so that a failed push loses nothing
+            trainer.push_final()
+    except (sharding.NotInForce, WrongAdapter, loading.LoadingFailed, SaveFailed) as error:
         fail(str(error))
-    trainer.save_model(_internal_call=True)
-    trainer.save_state()
-    if training_args.push_to_hub:  # after everything is on disk, so that a failed push loses nothing
-        trainer.push_to_hub(commit_message="Model save", revision=training_args.hub_revision)
     return trainer
+
+
+def on_main(function, *args):
+    """What `function(*args)` returns on the main process, or the ValueError it raises, on every process."""
+    answer = [None, None]
+    if PartialState().is_main_process:
+        try:
+            answer = [function(*args), None]
+        except ValueError as error:
+            answer = [None, str(error)]
+    result, error = broadcast_object_list(answer)
+    if error is not None:
+        raise ValueError(error)
+    return result
 
 
 def prepare_datasets(data_args, training_args, tokenizer):
@@ -151,22 +188,6 @@ def prepare_datasets(data_args, training_args, tokenizer):
     # The labels say what is supervised; TRL would ask for columns that are no longer there.
     training_args.assistant_only_loss, training_args.completion_only_loss = False, None
     return train, evaluation
-
-
-def resolve_checkpoint(training_args) -> str | None:
-    """`--resume_from_checkpoint`: True or auto is the last checkpoint of the output folder, False is none, else a path."""
-    value = training_args.resume_from_checkpoint
-    if value is None or value.lower() == "false":
-        return None
-    if value.lower() not in ("true", "auto"):
-        return value
-    last = checks.last_complete_checkpoint(training_args.output_dir)
-    if last is None and value.lower() == "true":
-        raise ValueError(
-            f"--resume_from_checkpoint {value}: no complete checkpoint-N in {training_args.output_dir}; "
-            "use auto to start anew"
-        )
-    return last
 
 
 if __name__ == "__main__":

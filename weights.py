@@ -181,9 +181,10 @@ class TensorWriter:
             header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": offsets}
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
-        self.file = open(self.path, "wb")
-        self.file.write(len(text).to_bytes(8, "little") + text)
-        self.start = self.file.tell()
+        text = len(text).to_bytes(8, "little") + text
+        self.start = len(text)
+        self.file = open(self.path, "wb", buffering=0)
+        self._put(text, 0)
         self.file.truncate(self.start + end)
 
     def write(self, name: str, tensor: torch.Tensor) -> str:
@@ -191,17 +192,20 @@ class TensorWriter:
         dtype, shape = self.layout[name]
         assert (tensor.dtype, tuple(tensor.shape)) == (dtype, tuple(shape)), f"{name} is not what was announced"
         data = as_bytes(tensor)
-        self.file.seek(self.start + self.offsets[name])
-        self.file.write(data)
+        self._put(data, self.start + self.offsets[name])
         self.left.discard(name)
         return hashlib.sha256(data).hexdigest()
 
     def close(self) -> None:
         """Flush to the disk."""
         assert not self.left, f"never written: {sorted(self.left)[:3]}"
-        self.file.flush()
         os.fsync(self.file.fileno())
         self.file.close()
+
+    def _put(self, data: bytes | memoryview, position: int) -> None:
+        while data:  # one call writes at most 2 GiB
+            count = os.pwrite(self.file.fileno(), data, position)
+            position, data = position + count, data[count:]
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:

@@ -1,0 +1,179 @@
+"""An optimizer's state as whole tensors under parameter names: the same file whatever sharded it, on any number of ranks.
+
+FSDP1 keeps a flat piece of several parameters' state on each rank, FSDP2 keeps slices, DDP and one device keep all of it.
+The file holds what one device would hold, so a run can go on under another strategy or with another number of ranks. One
+parameter's state is gathered at a time, and nobody keeps it. The format is safetensors, with JSON values for what is no
+tensor: nothing in it runs code when it is read.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from adapter import unwrapped_name, whole
+
+
+class NotSavable(ValueError):
+    """An optimizer whose state has a form that cannot be put together from its shards."""
+
+
+@dataclass
+class Held:
+    """One parameter as the optimizer has it, and the model parameters that are in it (more than one under FSDP1)."""
+
+    parameter: nn.Parameter
+    names: list[str]
+    unit: FSDP | None = None
+
+    def split(self, state: torch.Tensor) -> list[torch.Tensor]:
+        """The state of each name, whole, from this rank's part. A collective."""
+        if self.unit is None:
+            return [whole(state).detach()]
+        handle = self.unit._handle
+        part = state.detach().to(handle.device)
+        parts = [torch.empty_like(part) for _ in range(dist.get_world_size(handle.process_group))]
+        dist.all_gather(parts, part, group=handle.process_group)
+        flat = torch.cat(parts)[: handle.flat_param._unpadded_unsharded_size.numel()]
+        return [view.contiguous() for view in handle._get_unflat_views(flat)]
+
+    def shard(self, read: Callable[[str], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """This rank's part of a state that `read` gives whole for each name. No communication."""
+        if self.unit is None:
+            value = read(self.names[0])
+            if not isinstance(self.parameter, DTensor) or value.shape != self.parameter.shape:
+                return value
+            # Copied, or the shard would keep the memory of the whole.
+            value = value.to(self.parameter.device)
+            return distribute_tensor(
+                value, self.parameter.device_mesh, self.parameter.placements, src_data_rank=None
+            ).clone()
+        flat = self.unit._handle.flat_param
+        out = torch.zeros(self.parameter.shape, dtype=dtype)
+        for name, part in zip(self.names, flat._shard_param_infos, strict=True):
+            if part.in_shard:
+                start = part.intra_param_start_idx
+                into = out[part.offset_in_shard : part.offset_in_shard + part.numel_in_shard]
+                into.copy_(read(name).reshape(-1)[start : start + part.numel_in_shard])
+        return out
+
+    def shapes(self) -> list[torch.Size]:
+        return list(self.unit._handle.flat_param._shapes) if self.unit is not None else [self.parameter.shape]
+
+
+def held_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[Held]]:
+    """For each parameter group, what each of its parameters is, in order."""
+    by_id = {}
+    for prefix, unit in model.named_modules():
+        if isinstance(unit, FSDP) and unit._handle is not None:
+            start = unwrapped_name(f"{prefix}.") if prefix else ""
+            flat = unit._handle.flat_param
+            by_id[id(flat)] = Held(flat, [start + unwrapped_name(name) for name in flat._fqns], unit)
+    for name, parameter in model.named_parameters():
+        by_id.setdefault(id(parameter), Held(parameter, [unwrapped_name(name)]))
+    return [[by_id[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def describe(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict, dict]:
+    """What there is to save, without communication: the layout of the tensors, and the rest as JSON values.
+
+    Returns:
+        (type and shape of each tensor by "KEY.PARAMETER", {"groups": [...], "values": {parameter: {key: value}}}).
+
+    Raises:
+        NotSavable: a state that is neither a number nor a tensor shaped like its parameter.
+    """
+    layout, values = {}, {}
+    held = held_parameters(model, optimizer)
+    for item in (item for group in held for item in group):
+        for key, state in optimizer.state.get(item.parameter, {}).items():
+            if isinstance(state, torch.Tensor):
+                for name, shape in zip(item.names, _shapes(item, key, state, optimizer), strict=True):
+                    layout[f"{key}.{name}"] = (state.dtype, tuple(shape))
+            elif state is None or isinstance(state, bool | int | float | str):
+                for name in item.names:
+                    values.setdefault(name, {})[key] = state
+            else:
+                raise NotSavable(
+                    f"{type(optimizer).__name__} keeps {key}, a {type(state).__name__}, which cannot be saved: use "
+                    "--optim adamw_torch_fused"
+                )
+    groups = [
+        {"lr": float(group["lr"]), "initial_lr": float(group.get("initial_lr", group["lr"])), "parameters": names}
+        for group, names in zip(
+            optimizer.param_groups, [[name for item in items for name in item.names] for items in held], strict=True
+        )
+    ]
+    return layout, {"groups": groups, "values": values}
+
+
+def _shapes(item: Held, key: str, state: torch.Tensor, optimizer) -> list[torch.Size]:
+    if state.dim() == 0:  # a step count, the same for everything in the parameter
+        return [state.shape] * len(item.names)
+    if state.shape == item.parameter.shape:
+        return item.shapes()
+    if item.unit is None:  # factored or quantised statistics, of a parameter that is not cut or whose shards are
+        return [state.shape]
+    raise NotSavable(
+        f"{type(optimizer).__name__} keeps {key} of shape {list(state.shape)} for a flat shard of {item.parameter.numel()}, "
+        "which cannot be put together under FSDP1: use --optim adamw_torch_fused, or an FSDP2 config"
+    )
+
+
+def whole_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield ("KEY.PARAMETER", tensor) for every tensor of `describe`'s layout, on every rank. A collective."""
+    for item in (item for group in held_parameters(model, optimizer) for item in group):
+        for key, state in optimizer.state.get(item.parameter, {}).items():
+            if not isinstance(state, torch.Tensor):
+                continue
+            parts = [state] * len(item.names) if state.dim() == 0 else item.split(state)
+            for name, part in zip(item.names, parts, strict=True):
+                yield f"{key}.{name}", part
+
+
+@torch.no_grad()
+def load(
+    model: nn.Module, optimizer: torch.optim.Optimizer, names: set[str], read: Callable[[str], torch.Tensor], rest: dict
+) -> None:
+    """Put a saved state into a new optimizer of the same parameters. No communication: each rank reads what it needs.
+
+    Args:
+        names: of the tensors in the file.
+        read: gives one of them, whole.
+        rest: the JSON values of `describe`.
+
+    Raises:
+        ValueError: the file lacks a parameter's state or has one that is not trained here.
+    """
+    by_parameter: dict[str, set[str]] = {}
+    rates = {name: group for group in rest["groups"] for name in group["parameters"]}
+    held = held_parameters(model, optimizer)
+    wanted = {name for group in held for item in group for name in item.names}
+    for entry in names:
+        key, _, name = entry.partition(".")
+        by_parameter.setdefault(name, set()).add(key)
+    if set(rates) != wanted or set(by_parameter) - wanted:
+        odd = sorted(set(rates) ^ wanted)[:1] or sorted(set(by_parameter) - wanted)[:1]
+        raise ValueError(f"the optimizer state is not one of these trained parameters (first difference: {odd})")
+    states, groups, index = {}, [], 0
+    for group, items in zip(optimizer.param_groups, held, strict=True):
+        saved = rates[items[0].names[0]] if items else {}
+        groups.append({key: value for key, value in group.items() if key != "params"})
+        groups[-1] |= {key: saved[key] for key in ("lr", "initial_lr") if key in saved}
+        groups[-1]["params"] = list(range(index, index + len(items)))
+        for item in items:
+            first = item.names[0]
+            state = dict(rest["values"].get(first, {}))
+            for key in sorted(by_parameter.get(first, ())):
+                value = read(f"{key}.{first}")
+                if value.dim():
+                    value = item.shard(lambda name, key=key: read(f"{key}.{name}"), value.dtype)
+                state[key] = value
+            if state:
+                states[index] = state
+            index += 1
+    optimizer.load_state_dict({"state": states, "param_groups": groups})
