@@ -209,8 +209,9 @@ class TensorWriter:
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor in their own order, on the CPU, without a copy if it lies there contiguously."""
-    return memoryview(tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy())
+    """A copy of the bytes of a tensor, in their own order, on the CPU."""
+    # A copy, because a tensor that NumPy has looked at cannot be resized, and FSDP1 frees its units by that.
+    return memoryview(tensor.detach().to("cpu", copy=True).contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 def find_files(name: str, revision: str | None = None, file_name: str | None = None) -> tuple[list[Path], dict[str, str]]:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 import transformers.trainer
 from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
@@ -140,6 +141,40 @@ class Probe(TrainerCallback):
         FACTS["history"] = [dict(row) for row in state.log_history]
 
 
+class Gathered(TrainerCallback):
+    """For cases with "gathered": what a resumed run holds before its first step, put together by torch and not by us."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+        full = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        states = get_optimizer_state_dict(model, optimizer.optimizer, options=full).get("state", {})  # rank 0 has it
+        tensors = {
+            f"{key}.{name}": value.contiguous()
+            for name, entry in states.items()
+            for key, value in entry.items()
+            if isinstance(value, torch.Tensor)
+        }
+        if args.process_index == 0:
+            save_file(tensors, self.path)
+
+
+def record_batches(trainer_class) -> None:
+    """Note which rows each micro-batch of this rank has, by a hash of their tokens, in order."""
+    step = trainer_class.training_step
+
+    def recording(self, model, inputs, *args, **kwargs):
+        rows = [
+            hashlib.sha256(ids[mask.bool()].numpy().tobytes()).hexdigest()[:12]
+            for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
+        ]
+        FACTS.setdefault("batches", []).append([self.state.global_step, rows])
+        return step(self, model, inputs, *args, **kwargs)
+
+    trainer_class.training_step = recording
+
+
 def run(case: dict, out: Path) -> None:
     import train
 
@@ -149,7 +184,11 @@ def run(case: dict, out: Path) -> None:
     callbacks = transformers.trainer.DEFAULT_CALLBACKS
     dump = case.get("dump")
     extra = [Dump(out / f"{case['name']}.safetensors", dump == "logits")] if dump else []
+    if case.get("gathered"):
+        extra.append(Gathered(out / f"{case['name']}.safetensors"))
     callbacks.extend(extra)
+    if train.AdapterSFTTrainer.training_step.__name__ != "recording":
+        record_batches(train.AdapterSFTTrainer)
     trainer = train.main([str(item) for item in case["argv"]])
     del callbacks[len(callbacks) - len(extra) :]
     rank = dist.get_rank() if dist.is_initialized() else 0
