@@ -343,9 +343,7 @@ def find_checkpoint(training_args) -> tuple[str | None, list[str]]:
             )
         problem = problem_with_resuming(Path(value))
         if problem:
-            raise ValueError(
-                f"--resume_from_checkpoint {value} cannot be gone on from: {problem}; name another, or use auto"
-            )
+            raise ValueError(f"--resume_from_checkpoint {value} cannot be used: {problem}; name another, or auto")
         _refuse_finished(Path(value), training_args)
         return value, []
     skipped = []

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from huggingface_hub import upload_folder
 from peft import PeftModel
-from safetensors import SafetensorError
 from torch import nn
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
@@ -65,7 +64,7 @@ class Staged:
             return None
         try:
             return write(*args)
-        except (OSError, ValueError, SafetensorError) as error:
+        except Exception as error:  # the tokenizers library raises a bare one for a full disk
             self.error = error
             return None
 
@@ -80,7 +79,7 @@ class Staged:
         if self.error is not None:
             if self.writes:
                 shutil.rmtree(self.partial, ignore_errors=True)
-            what = getattr(self.error, "strerror", None) or str(self.error)
+            what = getattr(self.error, "strerror", None) or f"{type(self.error).__name__}: {_first_line(self.error)}"
             text = f"{folder} was not saved ({what}); the checkpoints that are there are as they were"
         errors = [text]
         if dist.is_initialized():

@@ -1,0 +1,519 @@
+"""A run goes on exactly where it stopped, whatever stopped it, and nothing that is damaged is gone on from."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import checkpoint
+import checks
+from launching import ROOT, environment, free_port, run
+from strategies import FSDP1, FSDP2, NO_FSDP, assert_sharded
+
+FILES = ("adapter_model.safetensors", "optimizer.safetensors", "training_state.json", "trainer_state.json")
+
+
+def flags(assets, out, **extra) -> list[str]:
+    values = {
+        "model_name_or_path": assets["fp32"],
+        "dataset_name": assets["data"],
+        "chat_template_format": "chatml",
+        "use_cpu": True,
+        "learning_rate": 1e-2,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "lora_r": 4,
+        "lora_dropout": 0.1,
+        "logging_steps": 3,
+        "save_strategy": "steps",
+        "output_dir": out,
+    } | extra
+    return [str(token) for key, value in values.items() for token in (f"--{key}", value)]
+
+
+class Launches:
+    """Cases for tests/forked.py, and what came of them."""
+
+    def __init__(self, out: Path):
+        self.out, self.cases = out, []
+
+    def add(self, name: str, argv: list, env: dict, world: int = 2, **more) -> Path:
+        self.cases.append({"name": name, "argv": argv, "env": env, "world": world, **more})
+        return self.out / name
+
+    def run(self, prefix: tuple = (), timeout: int = 900) -> "Launches":
+        plan = self.out / "plan.json"
+        plan.write_text(json.dumps({"cases": self.cases, "out": self.out}, default=str))
+        run([*prefix, sys.executable, ROOT / "tests" / "forked.py", plan], timeout=timeout)
+        return self
+
+    def exits(self, name: str) -> dict:
+        return json.loads((self.out / f"{name}.exit.json").read_text())
+
+    def codes(self, name: str) -> list:
+        return self.exits(name)["codes"]
+
+    def text(self, name: str, rank: int = 0) -> str:
+        return (self.out / f"{name}.rank{rank}.txt").read_text()
+
+    def facts(self, name: str) -> list[dict]:
+        return [json.loads(path.read_text()) for path in sorted(self.out.glob(f"{name}.rank*.json"))]
+
+    def assert_ended_well(self) -> None:
+        for case in self.cases:
+            assert set(self.codes(case["name"])) == {0}, f"{case['name']}: {self.text(case['name'])[-3000:]}"
+
+
+def same_state(folder: Path, other: Path) -> None:
+    """Two checkpoints hold the same bits, but for where they were to be written."""
+    for name in FILES[:2]:
+        assert (folder / name).read_bytes() == (other / name).read_bytes(), f"{folder}: {name}"
+    for name in FILES[2:]:
+        a, b = (json.loads((path / name).read_text()) for path in (folder, other))
+        for state in (a, b):
+            for key in ("output_dir", "resume_from_checkpoint", "max_steps", "num_train_epochs"):
+                state.get("arguments", {}).pop(key, None)
+            for row in state.get("log_history", []):  # how long it took is not part of the run's state
+                for key in [key for key in row if key.endswith(("_runtime", "_per_second"))]:
+                    del row[key]
+            if state.get("best_model_checkpoint"):
+                state["best_model_checkpoint"] = Path(state["best_model_checkpoint"]).name
+        assert a.keys() == b.keys()
+        assert not [key for key in a if a[key] != b[key]], f"{folder}: {name}"
+
+
+def global_order(facts: list[dict]) -> dict[str, list[str]]:
+    """The rows of each step, in the order in which the ranks take them from the data."""
+    steps = {}
+    for batches in zip(*(fact["batches"] for fact in facts), strict=True):
+        for step, rows in batches:
+            steps.setdefault(step, []).extend(rows)
+    return steps
+
+
+# ---- Exact resume ----
+
+LAYOUTS = {
+    "lora-fsdp1": (FSDP1, {}),
+    "lora-fsdp2": (FSDP2, {}),
+    "qlora-fsdp1": (FSDP1, {"use_4bit_quantization": True}),
+    "qlora-fsdp2": (FSDP2, {"use_4bit_quantization": True}),
+    "ddp": (NO_FSDP, {}),
+}
+FOUR_BIT = {"bnb_4bit_compute_dtype": "float32", "bnb_4bit_quant_storage_dtype": "float32"}
+
+
+@pytest.fixture(scope="module")
+def resumed(assets, tmp_path_factory):
+    """10 steps of 8 to an epoch; 5, a new process and 5 more; the same at other numbers of ranks."""
+    launches = Launches(tmp_path_factory.mktemp("resumed"))
+    for name, (env, extra) in LAYOUTS.items():
+        extra = extra | (FOUR_BIT if extra else {})
+        common = dict(save_steps=5, max_steps=10, **extra)
+        whole = launches.add(name, flags(assets, launches.out / name, **common), env)
+        launches.add(
+            f"{name}-rest",
+            flags(assets, launches.out / f"{name}-rest", **common, resume_from_checkpoint=whole / "checkpoint-5"),
+            env,
+            gathered=True,
+        )
+    for name, source, env, world, accumulation in (
+        ("2-to-1", "lora-fsdp1", NO_FSDP, 1, 4),
+        ("2-to-4", "lora-fsdp2", FSDP1, 4, 1),
+        ("4-to-2", "2-to-4", FSDP2, 2, 2),
+    ):
+        at = 10 if source == "2-to-4" else 5
+        change = dict(gradient_accumulation_steps=accumulation, max_steps=at + 5, save_steps=5)
+        resume = launches.out / source / f"checkpoint-{at}"
+        argv = flags(assets, launches.out / name, **change, resume_from_checkpoint=resume)
+        launches.add(name, argv, env, world, gathered=True)
+    launches.run().assert_ended_well()
+    return launches
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_ten_steps_are_five_and_five(resumed, name):
+    whole, rest = resumed.out / name, resumed.out / f"{name}-rest"
+    same_state(whole / "checkpoint-10", rest / "checkpoint-10")
+    assert (whole / FILES[0]).read_bytes() == (rest / FILES[0]).read_bytes()
+    order, again = global_order(resumed.facts(name)), global_order(resumed.facts(f"{name}-rest"))
+    assert list(again) == [5, 6, 7, 8, 9] and all(order[step] == again[step] for step in again)
+    if name != "ddp":
+        for facts in (resumed.facts(name), resumed.facts(f"{name}-rest")):
+            assert_sharded(facts, int(name[-1]))
+    logs = [
+        [(row["step"], row["loss"], row["num_tokens"]) for row in resumed.facts(case)[0]["history"] if "loss" in row]
+        for case in (name, f"{name}-rest")
+    ]
+    assert logs[0] == logs[1] and [step for step, *_ in logs[0]] == [3, 6, 9], "a sum or a count starts again"
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "at"), [("2-to-1", "lora-fsdp1", 5), ("2-to-4", "lora-fsdp2", 5), ("4-to-2", "2-to-4", 10)]
+)
+def test_another_number_of_ranks(resumed, name, source, at):
+    """What is loaded is what was saved, put together by torch's own gathering, and the rows come in the same order."""
+    saved = load_file(resumed.out / source / f"checkpoint-{at}" / "optimizer.safetensors")
+    loaded = load_file(resumed.out / f"{name}.safetensors")
+    assert set(loaded) == set(saved) and all(torch.equal(loaded[key], saved[key]) for key in saved)
+    if name != "2-to-1":
+        assert_sharded(resumed.facts(name), 1 if name == "2-to-4" else 2)
+    again = global_order(resumed.facts(name))
+    assert list(again) == list(range(at, at + 5))
+    if at == 5:
+        order = global_order(resumed.facts(source))
+        assert all(order[step] == again[step] for step in again)
+    state = json.loads((resumed.out / name / f"checkpoint-{at + 5}" / "trainer_state.json").read_text())
+    assert state["global_step"] == at + 5 and [row["step"] for row in state["log_history"]][:1] == [3]
+
+
+def test_the_adapter_that_is_loaded_is_the_one_that_was_saved(resumed, assets, tmp_path):
+    """On another number of ranks, before a step changes it: a run whose last step is done saves what it has read."""
+    launches = Launches(tmp_path)
+    for world, env, accumulation in ((1, NO_FSDP, 4), (4, FSDP1, 1)):
+        folder = tmp_path / f"{world}"
+        shutil.copytree(resumed.out / "qlora-fsdp2" / "checkpoint-10", folder / "checkpoint-10")
+        change = dict(use_4bit_quantization=True, max_steps=10, gradient_accumulation_steps=accumulation, **FOUR_BIT)
+        launches.add(f"{world}", flags(assets, folder, **change, resume_from_checkpoint="auto"), env, world)
+    launches.run().assert_ended_well()
+    for world in (1, 4):
+        saved, again = (load_file(f / FILES[0]) for f in (tmp_path / f"{world}" / "checkpoint-10", tmp_path / f"{world}"))
+        assert set(saved) == set(again) and all(torch.equal(saved[key], again[key]) for key in saved)
+
+
+# ---- Faults and signals ----
+
+COMMON = dict(save_steps=3, eval_strategy="steps", eval_steps=3, splits="train,test", max_steps=8, logging_steps=2)
+BEFORE = {  # what a save is about to do, by the name of the function that does it
+    "model": "begin",
+    "optimizer": "TensorWriter",
+    "random numbers": "_write_training_state",
+    "state": "_write_trainer_state",
+    "commit": "commit",
+}
+FAULTS = {
+    **{
+        f"kill-{len(ranks)}-before-{phase.replace(' ', '-')}": {"at": at, "ranks": ranks, "do": "kill"}
+        for phase, at in BEFORE.items()
+        for ranks in ([0], [0, 1])
+    },
+    "kill-other-rank": {"at": "begin", "ranks": [1], "do": "kill"},
+    "kill-before-rename": {"at": "rename", "ranks": [0], "do": "kill"},
+    "kill-after-rename": {"at": "renamed", "ranks": [0], "do": "kill"},
+    "kill-in-training": {"at": "training", "ranks": [1], "do": "kill"},
+    "no-space-for-model": {"at": "write", "ranks": [0], "do": "ENOSPC"},
+    "no-space-for-manifest": {"at": "commit", "ranks": [0], "do": "ENOSPC"},
+    "read-only": {"at": "begin", "ranks": [0], "do": "EROFS"},
+    "raise-in-training": {"at": "training", "ranks": [1], "do": "raise"},
+    "raise-in-save": {"at": "_write_training_state", "ranks": [0], "do": "raise"},
+    "raise-in-save-elsewhere": {"at": "begin", "ranks": [1], "do": "raise"},
+}
+SIGNALS = {
+    "term-in-a-step": {"at": "micro-batch", "ranks": [1], "do": "SIGTERM"},
+    "int-before-evaluation": {"at": "training", "ranks": [0], "do": "SIGINT", "step": 6},
+    "term-in-evaluation": {"at": "evaluation", "ranks": [1], "do": "SIGTERM", "step": 6},
+    "term-after-a-step": {"at": "training", "ranks": [0, 1], "do": "SIGTERM"},
+    "term-at-the-epoch": {"at": "training", "ranks": [1], "do": "SIGTERM", "step": 8},
+}
+
+
+@pytest.fixture(scope="module")
+def interrupted(assets, tmp_path_factory):
+    """One uninterrupted run, and for each fault and signal one that it interrupts and the one that goes on."""
+    launches = Launches(tmp_path_factory.mktemp("interrupted"))
+    for env, name in ((FSDP2, "reference"), (FSDP1, "reference-fsdp1")):
+        launches.add(name, flags(assets, launches.out / name, **COMMON | {"max_steps": 9}), env)
+    for name, fault in (FAULTS | SIGNALS).items():
+        env = FSDP1 if name in ("term-in-a-step", "kill-1-before-optimizer") else FSDP2
+        argv = flags(assets, launches.out / name, **COMMON | {"max_steps": 9}, resume_from_checkpoint="auto")
+        step = fault.get("step", 6 if name in FAULTS else 4)
+        launches.add(name, argv, env, fault=fault | {"step": step})
+        launches.add(f"{name}-rest", argv, env)
+    argv = flags(assets, launches.out / "twice", **COMMON)
+    launches.add("twice", argv, FSDP2, fault={"at": "training", "ranks": [0], "step": 4, "do": "SIGTERM twice"})
+    return launches.run()
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_ends_every_rank_and_costs_no_committed_checkpoint(interrupted, name):
+    codes = interrupted.codes(name)
+    assert "hung" not in codes and 0 not in codes, f"{codes}: {interrupted.text(name)[-2000:]}"
+    folder = interrupted.out / name
+    reference = interrupted.out / ("reference-fsdp1" if name == "kill-1-before-optimizer" else "reference")
+    if FAULTS[name]["do"] in ("ENOSPC", "EROFS"):
+        for rank in range(2):
+            line = interrupted.text(name, rank).strip().splitlines()[-1]
+            assert re.fullmatch(r"error.*: .*checkpoint-6 was not saved \((No space|Read-only).*\).*", line), line
+    # The run that went on started from the last committed checkpoint and became the uninterrupted one.
+    committed = 6 if name == "kill-after-rename" else 3
+    assert set(interrupted.codes(f"{name}-rest")) == {0}, interrupted.text(f"{name}-rest")[-3000:]
+    assert f"checkpoint-{committed}; step {committed} is done" in interrupted.text(f"{name}-rest").replace("\n", "")
+    for step in (3, 6, 9):
+        same_state(folder / f"checkpoint-{step}", reference / f"checkpoint-{step}")
+    assert (folder / FILES[0]).read_bytes() == (reference / FILES[0]).read_bytes()
+    assert not list(folder.glob("_*")), "what the interrupted save left is still there"
+    assert json.loads((folder / "run.json").read_text())["status"] == "finished"
+
+
+@pytest.mark.parametrize("name", SIGNALS)
+def test_a_signal_stops_all_ranks_at_one_step(interrupted, name):
+    assert set(interrupted.codes(name)) == {0}, interrupted.text(name)[-3000:]
+    folder, step = interrupted.out / name, SIGNALS[name].get("step", 4)
+    stopped = re.search(r"stopped at step (\d+): (\S+) is committed", interrupted.text(name))
+    # The part of a step that was done is lost; a step that was done is not.
+    assert stopped and stopped[1] == str(step), interrupted.text(name)[-2000:]
+    assert stopped[2] == str(folder / f"checkpoint-{step}") and "stopped" not in interrupted.text(name, 1)
+    assert set(interrupted.codes(f"{name}-rest")) == {0}, interrupted.text(f"{name}-rest")[-3000:]
+    assert f"checkpoint-{step}; step {step} is done" in interrupted.text(f"{name}-rest").replace("\n", "")
+    reference = interrupted.out / ("reference-fsdp1" if name == "term-in-a-step" else "reference")
+    same_state(folder / "checkpoint-9", reference / "checkpoint-9")  # with every log line and evaluation
+    assert (folder / FILES[0]).read_bytes() == (reference / FILES[0]).read_bytes()
+
+
+def test_a_second_signal_ends_the_process_at_once(interrupted):
+    codes = interrupted.codes("twice")
+    assert codes[0] == 128 + signal.SIGTERM and codes[1] not in (0, "hung"), codes
+    folder = interrupted.out / "twice"
+    assert [path.name for _, path in checkpoint.numbered(folder)] == ["checkpoint-3"]
+    assert checkpoint.problem_with(folder / "checkpoint-3") is None
+    assert json.loads((folder / "run.json").read_text())["status"] == "running"
+
+
+def test_no_space_on_a_real_disk(assets, tmp_path):
+    """A file system of 700 KB in a namespace of its own: room for two checkpoints, not for three."""
+    if subprocess.run(["unshare", "-rm", "mount", "-t", "tmpfs", "tmpfs", tmp_path], capture_output=True).returncode:
+        pytest.skip("no user namespaces here")
+    launches = Launches(tmp_path / "log")
+    disk = tmp_path / "disk"
+    launches.out.mkdir()
+    disk.mkdir()
+    launches.add("full", flags(assets, disk / "out", save_steps=2, max_steps=6), FSDP2)
+    keep = tmp_path / "kept"
+    mount = f'mount -t tmpfs -o size=700k tmpfs {disk} && "$@" && ls -a {disk}/out && cp -r {disk}/out {keep}'
+    launches.run(prefix=("unshare", "-rm", "sh", "-c", mount, "sh"))
+    assert launches.codes("full") == [1, 1]
+    assert re.search(r"was not saved \(.*No space left on device", launches.text("full").strip().splitlines()[-1])
+    found = [path.name for _, path in checkpoint.numbered(keep)]
+    assert found and all(checkpoint.problem_with(keep / name) is None for name in found)
+    assert not list(keep.glob("_*")), "a save that failed still takes up the space"
+
+
+# ---- The launchers ----
+
+
+def start(command: list, log: Path, **env) -> subprocess.Popen:
+    with open(log, "w") as file:
+        return subprocess.Popen(
+            [str(part) for part in command],
+            cwd=ROOT,
+            env=environment(**env),
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
+
+
+def wait_for(path: Path, process: subprocess.Popen, log: Path, seconds: int = 120) -> None:
+    for _ in range(seconds * 10):
+        if path.exists():
+            return
+        assert process.poll() is None, log.read_text()[-3000:]
+        time.sleep(0.1)
+    process.kill()
+    raise AssertionError(f"{path} did not appear: {log.read_text()[-3000:]}")
+
+
+def test_ctrl_c_reaches_launcher_and_ranks_and_is_one_request(assets, tmp_path):
+    """A terminal signals the whole process group, and the launcher passes it on once more."""
+    out, log = tmp_path / "out", tmp_path / "log.txt"
+    argv = flags(assets, out, save_steps=2, max_steps=2000, logging_steps=1000, save_total_limit=2)
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file"]
+    command += [ROOT / "configs" / "fsdp2_config_cpu.yaml", "--num_processes", 2, "--main_process_port", free_port()]
+    process = start([*command, "train.py", *argv], log)
+    wait_for(out / "checkpoint-6", process, log)
+    os.killpg(process.pid, signal.SIGINT)
+    process.wait(120)
+    text = log.read_text()
+    step = re.search(r"stopped at step (\d+): .* is committed", text)
+    assert step, text[-3000:]
+    assert text.count("SIGINT: stopping") == 1
+    newest = checkpoint.numbered(out)[-1]
+    assert newest[0] == int(step[1]) and checkpoint.problem_with(newest[1]) is None
+    assert json.loads((out / "run.json").read_text())["status"] == "stopped"
+    assert len(checkpoint.numbered(out)) == 2, "the limit was not kept"
+
+
+def test_torchrun_starts_again_after_a_rank_was_killed(assets, tmp_path):
+    out, log = tmp_path / "out", tmp_path / "log.txt"
+    argv = flags(assets, out, save_steps=2, max_steps=60, logging_steps=1000, save_total_limit=3)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", 2, "--max-restarts", 1]
+    command += ["--master_port", free_port(), "train.py", *argv, "--resume_from_checkpoint", "auto"]
+    process = start(command, log, **FSDP2)
+    wait_for(out / "checkpoint-4", process, log)
+    children = subprocess.run(["pgrep", "-P", str(process.pid), "-f", "train.py"], capture_output=True, text=True).stdout
+    os.kill(int(children.split()[-1]), signal.SIGKILL)
+    assert process.wait(300) == 0, log.read_text()[-3000:]
+    text = log.read_text()
+    resumed = re.search(r"checkpoint-(\d+); step \1 is done", text.replace("\n", ""))
+    assert resumed and int(resumed[1]) >= 4, text[-3000:]
+    assert json.loads((out / "run.json").read_text())["status"] == "finished"
+    assert [step for step, _ in checkpoint.numbered(out)] == [56, 58, 60]
+
+
+# ---- What is gone on from ----
+
+
+@pytest.fixture(scope="module")
+def good(assets, tmp_path_factory) -> Path:
+    """An output folder with checkpoint-2 and checkpoint-4, of one process."""
+    launches = Launches(tmp_path_factory.mktemp("good"))
+    folder = launches.add("out", flags(assets, launches.out / "out", save_steps=2, max_steps=4), NO_FSDP, 1)
+    launches.run().assert_ended_well()
+    return folder
+
+
+class Arguments:
+    def __init__(self, output_dir, resume="auto", max_steps=8):
+        self.output_dir, self.resume_from_checkpoint = str(output_dir), str(resume)
+        self.max_steps, self.num_train_epochs = max_steps, 3
+
+
+def damage(path: Path, how: str) -> None:
+    if how == "removed":
+        return path.unlink()
+    data = bytearray(path.read_bytes())
+    if how == "truncated":
+        data = data[: len(data) // 2]
+    else:
+        data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("how", ["truncated", "flipped", "removed"])
+def test_a_damaged_file_is_found_and_named(good, tmp_path, how):
+    names = sorted(path.name for path in (good / "checkpoint-4").iterdir())
+    assert set(FILES) < set(names) and "tokenizer.json" in names and "chat_template.jinja" in names
+    for name in names:
+        folder = tmp_path / name
+        shutil.copytree(good, folder)
+        damage(folder / "checkpoint-4" / name, how)
+        found, skipped = checks.find_checkpoint(Arguments(folder))
+        assert found == str(folder / "checkpoint-2"), f"{name} {how}"
+        assert len(skipped) == 1 and name in skipped[0] and "checkpoint-4 was skipped" in skipped[0]
+        with pytest.raises(ValueError, match=rf"checkpoint-4 cannot be used: .*{re.escape(name)}"):
+            checks.find_checkpoint(Arguments(folder, folder / "checkpoint-4"))
+
+
+def test_what_resuming_refuses(good, tmp_path):
+    assert checks.find_checkpoint(Arguments(good)) == (str(good / "checkpoint-4"), [])
+    assert checks.find_checkpoint(Arguments(good, "False")) == (None, [])
+    assert checks.find_checkpoint(Arguments(tmp_path)) == (None, [])
+    with pytest.raises(ValueError, match="no checkpoint-N in"):
+        checks.find_checkpoint(Arguments(tmp_path, "True"))
+    with pytest.raises(ValueError, match="does not exist: name a checkpoint-N"):
+        checks.find_checkpoint(Arguments(tmp_path, tmp_path / "checkpoint-3"))
+    for value in ("True", good / "checkpoint-4"):
+        with pytest.raises(ValueError, match=r"the end of a finished run \(step 4\)"):
+            checks.find_checkpoint(Arguments(good, value, max_steps=4))
+    assert checks.find_checkpoint(Arguments(good, max_steps=4))[0]
+    # What the Trainer writes by itself, and a folder whose save was interrupted, have no manifest.
+    folder = tmp_path / "plain"
+    shutil.copytree(good, folder)
+    (folder / "checkpoint-4" / "manifest.json").unlink()
+    shutil.copytree(good / "checkpoint-4", folder / "_checkpoint-9.partial")
+    (folder / "checkpoint-12.old").mkdir()
+    assert checks.find_checkpoint(Arguments(folder))[0] == str(folder / "checkpoint-2")
+    (folder / "checkpoint-2" / "manifest.json").unlink()
+    with pytest.raises(ValueError, match="no checkpoint in .* is good .*delete them to start anew"):
+        checks.find_checkpoint(Arguments(folder))
+
+
+@pytest.mark.parametrize("lost", ["optimizer.safetensors", "training_state.json", "trainer_state.json"])
+def test_a_checkpoint_without_training_state_is_not_resumed_as_if_it_had_it(good, tmp_path, lost):
+    partial, folder = tmp_path / "_checkpoint-4.partial", tmp_path / "checkpoint-4"
+    shutil.copytree(good / "checkpoint-4", partial)
+    (partial / "manifest.json").unlink()
+    (partial / lost).unlink()
+    checkpoint.commit(partial, folder)
+    assert checkpoint.problem_with(folder) is None
+    with pytest.raises(ValueError, match="cannot be used: it was saved without"):
+        checks.find_checkpoint(Arguments(tmp_path, folder))
+
+
+def test_rotation_keeps_the_newest_the_protected_and_what_is_not_ours(good, tmp_path, monkeypatch):
+    for step in (1, 2, 3, 4, 5):
+        shutil.copytree(good / "checkpoint-2", tmp_path / f"checkpoint-{step}")
+    (tmp_path / "checkpoint-5" / "manifest.json").unlink()
+    assert checkpoint.rotate(tmp_path, 1, [tmp_path / "checkpoint-2"]) == []
+    assert [step for step, _ in checkpoint.numbered(tmp_path)] == [2, 4, 5]
+    rename = os.rename
+    monkeypatch.setattr(checkpoint.os, "rename", lambda *a: (_ for _ in ()).throw(OSError(13, "Permission denied")))
+    lines = checkpoint.rotate(tmp_path, 1)
+    assert len(lines) == 1 and "checkpoint-2 could not be deleted (Permission denied)" in lines[0]
+    monkeypatch.setattr(checkpoint.os, "rename", rename)
+    # A deletion that stops half-way leaves nothing under the checkpoint's name.
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", lambda *a, **k: (_ for _ in ()).throw(OSError(16, "Busy")))
+    assert "Busy" in checkpoint.rotate(tmp_path, 1)[0]
+    assert [step for step, _ in checkpoint.numbered(tmp_path)] == [4, 5]
+
+
+def test_a_commit_replaces_a_damaged_checkpoint_only_when_it_is_complete(good, tmp_path, monkeypatch):
+    folder = tmp_path / "checkpoint-4"
+    shutil.copytree(good / "checkpoint-2", folder)
+    partial = checkpoint.partial_of(folder)
+    shutil.copytree(good / "checkpoint-4", partial)
+    (partial / "manifest.json").unlink()
+    fsync = os.fsync
+    monkeypatch.setattr(checkpoint.os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match="No space"):
+        checkpoint.commit(partial, folder)
+    assert (folder / FILES[0]).read_bytes() == (good / "checkpoint-2" / FILES[0]).read_bytes()
+    monkeypatch.setattr(checkpoint.os, "fsync", fsync)
+    checkpoint.commit(partial, folder)
+    assert (folder / FILES[0]).read_bytes() == (good / "checkpoint-4" / FILES[0]).read_bytes()
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-4"]
+
+
+@pytest.mark.parametrize(
+    ("message", "change"),
+    [
+        ("holds checkpoint-4 of an earlier run: add --resume_from_checkpoint auto", {"resume_from_checkpoint": "False"}),
+        ("checkpoint-4 beside it is newer and good", {"resume_from_checkpoint": "{good}/checkpoint-2"}),
+        ("was trained with --learning_rate 0.01, now it is 0.001", {"learning_rate": 1e-3}),
+        ("was trained with --seed 42, now it is 7", {"seed": 7}),
+        ("was trained with --lora_target_modules all-linear, now it is q_proj", {"lora_target_modules": "q_proj"}),
+        ("was trained on 4 rows for each step, now it would be 2: with 1 processes use --gradient_accumulation_steps 2", {"gradient_accumulation_steps": 1}),
+        ("now it would be 16: with 1 processes use --per_device_train_batch_size 4 --gradient_accumulation_steps 1", {"per_device_train_batch_size": 8}),
+        ("the training data are not those it was trained on", {"splits": "train[:50]"}),
+    ],
+)  # fmt: skip
+def test_a_run_that_does_not_fit_its_checkpoint(good, assets, message, change):
+    change = {key: str(value).format(good=good) for key, value in ({"resume_from_checkpoint": "auto"} | change).items()}
+    before = sorted(path for path in good.rglob("*"))
+    result = run([sys.executable, "train.py", *flags(assets, good, max_steps=8, **change)], check=False)
+    assert result.returncode == 1
+    assert result.stderr.strip().splitlines()[-1].startswith("error: ") and message in result.stderr, result.stderr[-2000:]
+    assert sorted(path for path in good.rglob("*")) == before
+
+
+def test_a_checkpoint_has_no_pickle_and_loads_as_an_adapter(resumed, assets):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = resumed.out / "lora-fsdp1" / "checkpoint-5"
+    assert not [path for path in folder.rglob("*") if path.suffix in (".pt", ".pth", ".bin", ".pkl", ".distcp")]
+    base = AutoModelForCausalLM.from_pretrained(assets["fp32"])
+    model = PeftModel.from_pretrained(base, folder)
+    saved = load_file(folder / FILES[0])
+    state = {key.replace(".default", ""): value for key, value in model.state_dict().items() if "lora_" in key}
+    assert set(state) == set(saved) and all(torch.equal(state[key], saved[key]) for key in saved)
+    assert AutoTokenizer.from_pretrained(folder).chat_template
