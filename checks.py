@@ -235,6 +235,8 @@ def check_trainer(model_args, training_args, fsdp: FsdpSettings | None) -> None:
         raise ValueError(
             "--padding_free True does not cut rows to --max_length: use --packing True, or max_length: null in a recipe"
         )
+    if training_args.save_only_model and fsdp and "SHARDED" in fsdp.state_dict_type:
+        raise ValueError("--save_only_model True needs fsdp_state_dict_type: FULL_STATE_DICT in the Accelerate config")
     targets = re.split(r"[^\w]+", model_args.lora_target_modules)
     if model_args.use_peft_lora and fsdp and fsdp.version == 1 and "embed_tokens" in targets:
         raise ValueError(

@@ -91,6 +91,11 @@ def same_state(folder: Path, other: Path) -> None:
         assert not [key for key in a if a[key] != b[key]], f"{folder}: {name}"
 
 
+def went_on_from(text: str) -> int:
+    """The step that the health check says a run went on from; its lines are broken anywhere."""
+    return int(re.search(r"checkpoint-(\d+)(,which\d+processeswrote)?;step\1isdone", re.sub(r"\s", "", text))[1])
+
+
 def global_order(facts: list[dict]) -> dict[str, list[str]]:
     """The rows of each step, in the order in which the ranks take them from the data."""
     steps = {}
@@ -252,11 +257,11 @@ def test_a_fault_ends_every_rank_and_costs_no_committed_checkpoint(interrupted, 
     if FAULTS[name]["do"] in ("ENOSPC", "EROFS"):
         for rank in range(2):
             line = interrupted.text(name, rank).strip().splitlines()[-1]
-            assert re.fullmatch(r"error.*: .*checkpoint-6 was not saved \((No space|Read-only).*\).*", line), line
+            assert re.search(r"error.*: .*checkpoint-6 was not saved \((No space|Read-only).*\)", line), line
     # The run that went on started from the last committed checkpoint and became the uninterrupted one.
     committed = 6 if name == "kill-after-rename" else 3
     assert set(interrupted.codes(f"{name}-rest")) == {0}, interrupted.text(f"{name}-rest")[-3000:]
-    assert f"checkpoint-{committed}; step {committed} is done" in interrupted.text(f"{name}-rest").replace("\n", "")
+    assert went_on_from(interrupted.text(f"{name}-rest")) == committed
     for step in (3, 6, 9):
         same_state(folder / f"checkpoint-{step}", reference / f"checkpoint-{step}")
     assert (folder / FILES[0]).read_bytes() == (reference / FILES[0]).read_bytes()
@@ -273,7 +278,7 @@ def test_a_signal_stops_all_ranks_at_one_step(interrupted, name):
     assert stopped and stopped[1] == str(step), interrupted.text(name)[-2000:]
     assert stopped[2] == str(folder / f"checkpoint-{step}") and "stopped" not in interrupted.text(name, 1)
     assert set(interrupted.codes(f"{name}-rest")) == {0}, interrupted.text(f"{name}-rest")[-3000:]
-    assert f"checkpoint-{step}; step {step} is done" in interrupted.text(f"{name}-rest").replace("\n", "")
+    assert went_on_from(interrupted.text(f"{name}-rest")) == step
     reference = interrupted.out / ("reference-fsdp1" if name == "term-in-a-step" else "reference")
     same_state(folder / "checkpoint-9", reference / "checkpoint-9")  # with every log line and evaluation
     assert (folder / FILES[0]).read_bytes() == (reference / FILES[0]).read_bytes()
@@ -363,8 +368,7 @@ def test_torchrun_starts_again_after_a_rank_was_killed(assets, tmp_path):
     os.kill(int(children.split()[-1]), signal.SIGKILL)
     assert process.wait(300) == 0, log.read_text()[-3000:]
     text = log.read_text()
-    resumed = re.search(r"checkpoint-(\d+); step \1 is done", text.replace("\n", ""))
-    assert resumed and int(resumed[1]) >= 4, text[-3000:]
+    assert went_on_from(text) >= 4, text[-3000:]
     assert json.loads((out / "run.json").read_text())["status"] == "finished"
     assert [step for step, _ in checkpoint.numbered(out)] == [56, 58, 60]
 

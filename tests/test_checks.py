@@ -68,7 +68,6 @@ Q8 = ["--use_8bit_quantization", "True"]
         ("a LlamaRMSNorm, which LoRA cannot adapt", ["--lora_target_modules", ".*attention.*"], {}, "fp32"),
         ("neither a comma list of names nor a regex", ["--lora_target_modules", "(q_proj"], {}, "fp32"),
         ("needs a CUDA GPU", ["--use_flash_attn", "True"], {}, "fp32"),
-        ("does not exist: name a checkpoint-N", ["--resume_from_checkpoint", "none/checkpoint-3"], {}, "fp32"),
         ("--lora_r 0 must be at least 1", ["--lora_r", "0"], {}, "fp32"),
         ("--lora_dropout 1.0 must be", ["--lora_dropout", "1"], {}, "fp32"),
         ("--gradient_accumulation_steps -2 must be at least 1", ["--gradient_accumulation_steps", "-2"], {}, "fp32"),
@@ -92,13 +91,6 @@ def test_refused_before_loading(monkeypatch, assets, message, flags, env, model)
 def test_output_folder_that_is_a_file(monkeypatch, assets, tmp_path):
     (tmp_path / "file").write_text("")
     refused(monkeypatch, assets, "is a file", "--output_dir", str(tmp_path / "file"))
-
-
-def test_incomplete_checkpoint(monkeypatch, assets, tmp_path):
-    folder = tmp_path / "checkpoint-3"
-    folder.mkdir()
-    (folder / "trainer_state.json").write_text("{}")
-    refused(monkeypatch, assets, "no learning-rate schedule, optimizer state", "--resume_from_checkpoint", str(folder))
 
 
 @pytest.mark.parametrize(
@@ -127,35 +119,6 @@ def test_flash_attention_is_never_replaced_quietly(monkeypatch):
     with pytest.raises(ValueError, match=r"requirements-gpu.txt.*pip install kernels"):
         utils.attention_implementation(True)
     assert utils.attention_implementation(False) is None
-
-
-@pytest.mark.parametrize(
-    ("message", "state", "config"),
-    [
-        ("trainer_state.json is damaged", "{", {}),
-        ("is the end of a finished run", '{"global_step": 9, "epoch": 1}', {}),
-        ("holds no optimizer state that FSDP can read", '{"global_step": 1, "epoch": 0.1}', {}),
-        ("trained with --lora_r 8, now it is 16", '{"global_step": 1, "epoch": 0.1}', {"r": 8}),
-        ("adapter is missing or damaged", '{"global_step": 1, "epoch": 0.1}', {"r": 16, "damaged": True}),
-    ],
-)
-def test_checkpoint_of_another_run(monkeypatch, assets, tmp_path, message, state, config):
-    import json
-
-    from safetensors.torch import save_file
-
-    folder = tmp_path / "checkpoint-3"
-    (folder / "optimizer_0").mkdir(parents=True)
-    (folder / "scheduler.pt").write_text("")
-    (folder / "trainer_state.json").write_text(state)
-    if config:
-        (folder / "optimizer_0" / ".metadata").write_text("")
-        (folder / "adapter_config.json").write_text(json.dumps(config))
-        save_file({"a": torch.zeros(9)}, folder / "adapter_model.safetensors")
-        if config.pop("damaged", False):
-            whole = (folder / "adapter_model.safetensors").read_bytes()
-            (folder / "adapter_model.safetensors").write_bytes(whole[:-8])
-    refused(monkeypatch, assets, message, "--resume_from_checkpoint", str(folder), "--max_steps", "9", env=FSDP2)
 
 
 def test_the_arguments_decide_on_mixed_precision(monkeypatch):

@@ -6,8 +6,8 @@ from transformers import AutoModelForCausalLM
 
 import chat
 import data
-from adapter import AdapterSFTTrainer
 from arguments import TrainingConfig
+from trainer import AdapterSFTTrainer
 
 
 def token_losses(trainer, batch) -> tuple[float, int]:

@@ -1,16 +1,19 @@
 """What is written: complete under every layout, loadable, and enough to go on from."""
 
 import json
+import re
 import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 import adapter
+import weights
 from launching import ROOT, free_port, probe, run
-from strategies import FSDP1, FSDP2, NO_FSDP, assert_sharded, losses
+from strategies import FSDP1, FSDP2, NO_FSDP, assert_sharded
 from test_recipes import lora_keys, read_adapter
 
 FULL = {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}
@@ -74,22 +77,6 @@ def test_the_adapter_is_complete_under_every_layout(assets, tmp_path):
             assert torch.allclose(tensor, reference[key], atol=1e-5), f"{name}: {key}"
 
 
-def test_resuming_goes_on_where_the_checkpoint_stopped(assets, tmp_path):
-    """6 steps are 3 steps, a checkpoint and 3 more: the same losses and the same adapter, with dropout."""
-    cases = []
-    for name, env in (("fsdp1", FSDP1), ("fsdp2", FSDP2), ("ddp", NO_FSDP)):
-        common = dict(max_steps=6, save_strategy="steps", lora_dropout=0.1)
-        whole, rest = tmp_path / name, tmp_path / f"{name}-rest"
-        cases.append({"name": name, "env": env | OFF, "argv": flags(assets, whole, save_steps=3, **common)})
-        resume = dict(save_steps=100, resume_from_checkpoint=whole / "checkpoint-3")
-        cases.append({"name": f"{name}-rest", "env": env, "argv": flags(assets, rest, **common, **resume)})
-    results = probe(cases, tmp_path / "facts", 2)
-    for name in ("fsdp1", "fsdp2", "ddp"):
-        assert losses(results[f"{name}-rest"][0])[-3:] == losses(results[name][0])[-3:], name
-        whole, rest = read_adapter(tmp_path / name), read_adapter(tmp_path / f"{name}-rest")
-        assert all(torch.equal(rest[key], tensor) for key, tensor in whole.items()), name
-
-
 @pytest.mark.parametrize("base", ["tied", "no_chatml"])
 def test_added_tokens_survive_an_evaluation_before_the_save(assets, tmp_path, base):
     """The guide evaluates and saves each epoch. Under FSDP2 the evaluation leaves 16-bit copies in the root unit."""
@@ -115,18 +102,6 @@ def test_added_tokens_survive_an_evaluation_before_the_save(assets, tmp_path, ba
         best = read_adapter(tmp_path / name / f"checkpoint-{min(evaluations, key=evaluations.get)}")
         assert all(torch.equal(final[key], tensor) for key, tensor in best.items()), "not the best checkpoint"
         assert all(torch.equal(rest[key], tensor) for key, tensor in final.items()), "resumed run differs"
-
-
-def test_auto_takes_the_last_complete_checkpoint(tmp_path):
-    import checks
-
-    for step, files in ((3, ["trainer_state.json", "scheduler.pt", "optimizer.pt"]), (12, ["adapter_model.safetensors"])):
-        folder = tmp_path / f"checkpoint-{step}"
-        folder.mkdir()
-        for name in files:
-            (folder / name).write_text("")
-    assert checks.last_complete_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-3")
-    assert checks.last_complete_checkpoint(str(tmp_path / "none")) is None
 
 
 def test_training_every_weight_saves_a_whole_model(assets, tmp_path):
@@ -181,21 +156,77 @@ def test_wrapper_names(wrapped, plain):
     assert adapter.unwrapped_name(wrapped) == plain
 
 
-def test_an_empty_or_damaged_adapter_is_an_error(tmp_path, monkeypatch):
+LAYOUT = {
+    "base_model.model.q.lora_A.weight": (torch.float32, (2, 3)),
+    "base_model.model.q.lora_B.weight": (torch.float32, (3, 2)),
+    "base_model.model.experts.0.up.lora_B.weight": (torch.float32, (3, 2)),
+}
+
+
+@pytest.mark.parametrize(
+    ("message", "change", "trained"),
+    [
+        (None, {}, True),
+        (None, {"base_model.model.experts.0.up.lora_B.weight": torch.zeros(3, 2)}, True),  # no token was sent there
+        (None, {"base_model.model.q.lora_B.weight": torch.zeros(3, 2)}, False),  # before the first step
+        ("1 lora_B are all zero .*q.lora_B.*learned nothing", {"base_model.model.q.lora_B.weight": torch.zeros(3, 2)}, True),
+        ("lora_A.weight holds values that are not finite", {"base_model.model.q.lora_A.weight": torch.full((2, 3), torch.nan)}, True),
+        ("lacks base_model.model.q.lora_A.weight", {"base_model.model.q.lora_A.weight": None}, False),
+        ("holds base_model.model._fsdp_wrapped_module.q.lora_A.weight: the name of a wrapper", {"base_model.model._fsdp_wrapped_module.q.lora_A.weight": torch.ones(2, 3)}, False),
+        ("holds base_model.model.q._checkpoint_wrapped_module.lora_A.weight: the name of a wrapper", {"base_model.model.q._checkpoint_wrapped_module.lora_A.weight": torch.ones(2, 3)}, False),
+        ("holds base_model.model.q.base_layer.weight: not trained here", {"base_model.model.q.base_layer.weight": torch.ones(3, 3)}, False),
+        (r"q.lora_A.weight is torch.float32 \[3, 2\], not torch.float32 \[2, 3\]", {"base_model.model.q.lora_A.weight": torch.ones(3, 2)}, False),
+        ("q.lora_A.weight is torch.bfloat16", {"base_model.model.q.lora_A.weight": torch.ones(2, 3).bfloat16()}, False),
+    ],
+)  # fmt: skip
+def test_what_makes_an_adapter_file_wrong(tmp_path, message, change, trained):
+    tensors = {key: torch.ones(shape) for key, (_, shape) in LAYOUT.items()} | change
     path = tmp_path / "adapter_model.safetensors"
-    with pytest.raises(RuntimeError, match="would be empty"):
-        adapter.write_adapter(path, {})
-    monkeypatch.setattr(adapter, "load_file", lambda file: {"a": torch.zeros(2)})
-    with pytest.raises(RuntimeError, match="does not hold the adapter"):
-        adapter.write_adapter(path, {"a": torch.ones(2)})
-    assert not path.exists()
+    save_file({key: tensor for key, tensor in tensors.items() if tensor is not None}, path)
+    wrong = adapter.check_adapter(path, LAYOUT, trained=trained)
+    if message is None:
+        assert wrong == []
+    else:
+        assert len(wrong) == 1 and re.search(message, wrong[0]), wrong
+
+
+def test_a_file_that_does_not_hold_what_was_in_memory_is_an_error(tmp_path, monkeypatch):
+    file = adapter.AdapterFile(tmp_path / "adapter_model.safetensors", LAYOUT)
+    put = weights.TensorWriter._put
+    # The disk takes the bytes and keeps others.
+    monkeypatch.setattr(weights.TensorWriter, "_put", lambda self, data, at: put(self, bytes(len(data)), at))
+    for key, (_, shape) in LAYOUT.items():
+        file.write(key, torch.ones(shape))
+    with pytest.raises(adapter.WrongAdapter, match="does not hold the adapter that was in memory: .* has other bytes"):
+        file.close()
+
+
+def test_a_file_written_tensor_by_tensor_is_what_the_library_writes(tmp_path):
+    tensors = {
+        "wide": torch.randn(3, 5).double(), "scalar": torch.tensor(3.0), "half": torch.randn(7).bfloat16(), "empty": torch.empty(0, 4),
+        "bytes": torch.arange(3, dtype=torch.uint8), "transposed": torch.randn(4, 6).t(), "mask": torch.tensor([True, False]),
+    }  # fmt: skip
+    writer = weights.TensorWriter(tmp_path / "a.safetensors", {k: (t.dtype, tuple(t.shape)) for k, t in tensors.items()})
+    for key in reversed(tensors):
+        writer.write(key, tensors[key])
+    writer.close()
+    read = load_file(tmp_path / "a.safetensors")
+    assert set(read) == set(tensors)
+    assert all(read[key].dtype == t.dtype and torch.equal(read[key], t) for key, t in tensors.items())
 
 
 def test_loading_another_models_adapter_is_an_error():
     model = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="does not belong to this model"):
-        adapter.load_trained(model, {"weight": torch.zeros(3, 2), "bias": torch.zeros(2)})
-    with pytest.raises(ValueError, match="1 are not trained here"):
-        adapter.load_trained(model, {"weight": torch.zeros(2, 2), "bias": torch.zeros(2), "extra": torch.zeros(1)})
-    adapter.load_trained(model, {"weight": torch.ones(2, 2), "bias": torch.zeros(2)})
+    tensors = {"weight": torch.ones(2, 2), "bias": torch.zeros(2)}
+
+    def load(tensors):
+        adapter.load_trained(model, {key: tuple(t.shape) for key, t in tensors.items()}, tensors.__getitem__)
+
+    before = model.weight.clone()
+    with pytest.raises(adapter.WrongAdapter, match="does not belong to this model"):
+        load(tensors | {"weight": torch.zeros(3, 2)})
+    with pytest.raises(adapter.WrongAdapter, match="1 are not trained here"):
+        load(tensors | {"extra": torch.zeros(1)})
+    assert torch.equal(model.weight, before)
+    load(tensors)
     assert (model.weight == 1).all()
