@@ -75,6 +75,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def trained_layout(model: nn.Module) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Type and whole shape of every trained parameter, by the name `trained_tensors` gives it. No communication."""
+    reshard(model)
     layout = {}
     for prefix, unit in model.named_modules():
         if isinstance(unit, FSDP) and unit._handle is not None:

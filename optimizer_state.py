@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from adapter import unwrapped_name, whole
+from adapter import reshard, unwrapped_name, whole
 
 
 class NotSavable(ValueError):
@@ -67,6 +67,7 @@ class Held:
 
 def held_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[Held]]:
     """For each parameter group, what each of its parameters is, in order."""
+    reshard(model)  # the optimizer has the shards
     by_id = {}
     for prefix, unit in model.named_modules():
         if isinstance(unit, FSDP) and unit._handle is not None:

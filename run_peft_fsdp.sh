@@ -5,6 +5,8 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 export HF_HUB_DISABLE_TELEMETRY=1
+# After a SIGTERM the launcher waits this long before it kills: a micro-batch and a save have to fit.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120}"
 
 accelerate launch --config_file "${CONFIG:-configs/fsdp_config.yaml}" ${NUM_PROCESSES:+--num_processes "$NUM_PROCESSES"} \
     ${PORT:+--main_process_port "$PORT"} ${SCRIPT:-train.py} \

@@ -169,7 +169,7 @@ LAYOUT = {
         (None, {}, True),
         (None, {"base_model.model.experts.0.up.lora_B.weight": torch.zeros(3, 2)}, True),  # no token was sent there
         (None, {"base_model.model.q.lora_B.weight": torch.zeros(3, 2)}, False),  # before the first step
-        ("1 lora_B are all zero .*q.lora_B.*learned nothing", {"base_model.model.q.lora_B.weight": torch.zeros(3, 2)}, True),
+        ("1 lora_B are all zero.*q.lora_B.*learned nothing", {"base_model.model.q.lora_B.weight": torch.zeros(3, 2)}, True),
         ("lora_A.weight holds values that are not finite", {"base_model.model.q.lora_A.weight": torch.full((2, 3), torch.nan)}, True),
         ("lacks base_model.model.q.lora_A.weight", {"base_model.model.q.lora_A.weight": None}, False),
         ("holds base_model.model._fsdp_wrapped_module.q.lora_A.weight: the name of a wrapper", {"base_model.model._fsdp_wrapped_module.q.lora_A.weight": torch.ones(2, 3)}, False),
