@@ -109,6 +109,7 @@ def worker(args) -> None:
             def full_gather():
                 folder = out / "full"
                 folder.mkdir(exist_ok=True)
+                plugin.state_dict_config = plugin.optim_state_dict_config = None  # or those of the other type stay
                 plugin.set_state_dict_type(StateDictType.FULL_STATE_DICT)
                 if plugin.fsdp_version == 2:
                     gathered = accelerator.get_state_dict(trainer.model)
