@@ -115,7 +115,7 @@ class AdapterSFTTrainer(SFTTrainer):
         self.base_model = self.model if self.peft_model is None else self.peft_model.get_base_model()
         self.keys = adapter.adapter_keys(self.peft_model) if self.peft_model is not None else {}
         self.resumed: dict | None = None  # training_state.json of the checkpoint that is gone on from
-        self.pushing: Path | None = None
+        self.push_in_progress, self.pushing = None, None  # uploads, and the folder they read
         self.stopped = False  # by a signal, before the end of training
         self.evaluation_owed = False  # by a run that was stopped before or in it
         self.at_last_step: dict = {}

@@ -12,12 +12,14 @@ and seconds go to NAME.exit.json, what each rank wrote to NAME.rankR.txt, facts 
 """
 
 import errno
+import fnmatch
 import json
 import os
 import signal
 import sys
 import time
 import traceback
+from concurrent.futures import Future
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
@@ -26,6 +28,7 @@ import transformers.trainer
 from transformers import TrainerCallback
 
 import checkpoint
+import checks
 import probe
 import train  # noqa: F401  imported once, before the forks
 import trainer
@@ -109,6 +112,31 @@ def inject(fault: dict) -> None:
     transformers.trainer.DEFAULT_CALLBACKS.append(AtBatch(fault))
 
 
+def pretend_hub(case: dict, out: Path) -> None:
+    """Uploads are noted in NAME.uploads.txt, with what would be sent; "hub": "down" makes each fail."""
+    checks.get_token = lambda: "a token"
+    trainer.AdapterSFTTrainer.init_hf_repo = lambda self, **kwargs: setattr(self, "hub_model_id", "me/model")
+
+    def upload(folder_path, commit_message, ignore_patterns=(), run_as_future=False, path_in_repo="", **kwargs):
+        files = sorted(path.relative_to(folder_path).as_posix() for path in Path(folder_path).rglob("*") if path.is_file())
+        sent = [file for file in files if not any(fnmatch.fnmatch(file, pattern) for pattern in ignore_patterns)]
+        with open(out / f"{case['name']}.uploads.txt", "a") as log:
+            log.write(
+                json.dumps({"folder": str(folder_path), "message": commit_message, "to": path_in_repo, "files": sent}) + "\n"
+            )
+        future = Future()
+        error = ConnectionError("the Hub is down\nand says more")
+        if case["hub"] == "down":
+            future.set_exception(error)
+            if not run_as_future:
+                raise error
+        else:
+            future.set_result(None)
+        return future
+
+    trainer.upload_folder = upload
+
+
 def child(case: dict, out: Path, rank: int, port: str) -> None:
     log = os.open(out / f"{case['name']}.rank{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
@@ -119,6 +147,8 @@ def child(case: dict, out: Path, rank: int, port: str) -> None:
     fault = case.get("fault")
     if fault and rank in fault["ranks"]:
         inject(fault)
+    if case.get("hub"):
+        pretend_hub(case, out)
     try:
         probe.run(case, out)
     except BaseException:

@@ -312,6 +312,86 @@ def test_no_space_on_a_real_disk(assets, tmp_path):
     assert not list(keep.glob("_*")), "a save that failed still takes up the space"
 
 
+# ---- The Hub, and training every weight ----
+
+
+@pytest.fixture(scope="module")
+def saved(assets, tmp_path_factory):
+    launches = Launches(tmp_path_factory.mktemp("saved"))
+    common = dict(save_steps=2, max_steps=4, push_to_hub=True)
+    for name, strategy in (("every_save", "every_save"), ("all_checkpoints", "all_checkpoints"), ("down", "every_save")):
+        argv = flags(assets, launches.out / name, **common, hub_strategy=strategy)
+        launches.add(name, argv, FSDP2, hub="down" if name == "down" else "up")
+    for name, env, base in (("full-fsdp1", FSDP1, "fp32"), ("full-fsdp2", FSDP2, "tied"), ("full-ddp", NO_FSDP, "tied")):
+        common = dict(model_name_or_path=assets[base], use_peft_lora=False, max_steps=4, save_steps=2, learning_rate=1e-3)
+        argv = flags(assets, launches.out / name, **common)
+        argv = [
+            token for i, token in enumerate(argv) if not {"--lora_r", "--lora_dropout"} & set(argv[max(i - 1, 0) : i + 1])
+        ]
+        launches.add(name, argv, env)
+        rest = [str(launches.out / f"{name}-rest") if token == str(launches.out / name) else token for token in argv]
+        launches.add(f"{name}-rest", [*rest, "--resume_from_checkpoint", launches.out / name / "checkpoint-2"], env)
+    return launches.run()
+
+
+def test_every_save_pushes_the_adapter_of_a_committed_checkpoint(saved):
+    for name in ("every_save", "all_checkpoints"):
+        assert set(saved.codes(name)) == {0}, saved.text(name)[-3000:]
+        uploads = [json.loads(line) for line in (saved.out / f"{name}.uploads.txt").read_text().splitlines()]
+        folder = saved.out / name
+        both = [str(folder / "checkpoint-2"), str(folder / "checkpoint-4")]
+        each = both if name == "every_save" else [path for path in both for _ in range(2)]
+        assert [upload["folder"] for upload in uploads] == [*each, str(folder)]
+        for upload in uploads:
+            assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json"} < set(upload["files"])
+            whole = upload["to"].startswith("checkpoint-")
+            assert ({"optimizer.safetensors", "manifest.json"} < set(upload["files"])) == whole, upload
+            assert not [file for file in upload["files"] if file.endswith(".bin") or file.startswith("checkpoint")]
+        assert "run.json" in uploads[-1]["files"] and "README.md" in uploads[-1]["files"]
+
+
+def test_a_failed_push_loses_nothing_and_says_how_to_push_again(saved):
+    folder, text = saved.out / "down", saved.text("down")
+    assert saved.codes("down")[0] == 1
+    last = text.strip().splitlines()[-1]
+    assert "the model is saved in" in last and f"hf upload me/model {folder} ." in last and "the Hub is down)" in last
+    assert text.count("warning: a push to me/model failed (the Hub is down); training goes on") >= 1
+    assert json.loads((folder / "run.json").read_text())["status"] == "finished"
+    assert (folder / FILES[0]).read_bytes() == (saved.out / "every_save" / FILES[0]).read_bytes()
+    assert checkpoint.problem_with(folder / "checkpoint-4") is None
+
+
+@pytest.mark.parametrize("name", ["full-fsdp1", "full-fsdp2", "full-ddp"])
+def test_training_every_weight_goes_on_exactly_too(saved, name):
+    from transformers import AutoModelForCausalLM
+
+    for case in (name, f"{name}-rest"):
+        assert set(saved.codes(case)) == {0}, saved.text(case)[-3000:]
+    for at in ("checkpoint-4", "."):
+        whole, rest = (load_file(saved.out / case / at / "model.safetensors") for case in (name, f"{name}-rest"))
+        assert set(whole) == set(rest) and all(torch.equal(whole[key], rest[key]) for key in whole), at
+    optimizers = [load_file(saved.out / case / "checkpoint-4" / FILES[1]) for case in (name, f"{name}-rest")]
+    assert all(torch.equal(optimizers[0][key], optimizers[1][key]) for key in optimizers[0])
+    state = AutoModelForCausalLM.from_pretrained(saved.out / name / "checkpoint-4").state_dict()
+    assert all(torch.equal(state[key], whole[key]) for key in whole)
+
+
+def test_the_run_record_says_what_was_run(saved, assets):
+    record = json.loads((saved.out / "every_save" / "run.json").read_text())
+    assert record["status"] == "finished" and record["step"] == 4 and record["metrics"]["train_loss"] > 0
+    assert record["topology"] | {"device_name": ""} == {
+        "strategy": "FSDP2", "processes": 2, "processes_per_node": 2, "device": "cpu", "device_name": "",
+    }  # fmt: skip
+    assert record["arguments"]["model_name_or_path"] == str(assets["fp32"]) and record["arguments"]["lora_r"] == 4
+    assert not [key for key in record["arguments"] if "token" in key and "hub" in key]
+    assert record["versions"]["torch"] == torch.__version__.split("+")[0] or record["versions"]["torch"] == torch.__version__
+    assert record["data"]["rows"] == 64 and len(record["data"]["xxh3_128"]) == 32
+    state = json.loads((saved.out / "every_save" / "checkpoint-4" / "training_state.json").read_text())
+    assert state["arguments"] == record["arguments"] and state["data"] == record["data"]
+    resumed = json.loads((saved.out / "full-ddp-rest" / "run.json").read_text())
+    assert resumed["resumed_from"].endswith("full-ddp/checkpoint-2")
+
+
 # ---- The launchers ----
 
 
