@@ -61,6 +61,7 @@ PROMPTS = (
 # Initialisations that change the base weights too: what they are merged into is not the base that is on the disk.
 CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 CPU = torch.device("cpu")
+BLOCK = 1 << 22  # elements that are converted or compared at a time
 
 
 @dataclass
@@ -325,6 +326,22 @@ def load_base_config(name: str, revision: str | None, source: str) -> tuple[Pret
     return config, raw
 
 
+def blocks(size: int) -> Iterator[slice]:
+    """The elements of a flattened tensor, a few megabytes at a time."""
+    return (slice(start, min(start + BLOCK, size)) for start in range(0, size, BLOCK))
+
+
+def read_weight(source: loading.StoredWeight, dtype: torch.dtype) -> torch.Tensor:
+    """A weight as its layer computes with it, in its own shape and in `dtype`, without a second copy in the stored type."""
+    if isinstance(source, loading.QuantizedWeight) or source.group.converter is not None:
+        return source.base_weight(CPU).to(dtype)
+    out = torch.empty(source.shape, dtype=dtype)
+    flat = out.view(-1)
+    for part in blocks(flat.numel()):
+        flat[part] = source[part].to(source.dtype)
+    return out
+
+
 class Base:
     """The base model without its weights, and each of them when it is asked for.
 
@@ -389,13 +406,12 @@ class Base:
         assert not left, f"nothing is known to fill {left[:3]} with"
 
     def value(self, owner: Owner, expanded: bool = False, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """A parameter's values, in memory of their own, in `dtype`.
+        """A parameter's values, in memory of their own, in `dtype`. See `read_weight`.
 
         Args:
             expanded: what its 4 bits stand for, instead of what is stored.
         """
-        source = (self._expanded if expanded or self.stored_in_4bit else self._plain)[self.sources[owner]]
-        return source.base_weight(CPU).to(dtype)
+        return read_weight((self._expanded if expanded or self.stored_in_4bit else self._plain)[self.sources[owner]], dtype)
 
     def is_quantized(self, owner: Owner, expanded: bool) -> bool:
         """Whether `value` differs from the stored tensor by quantisation."""
@@ -479,16 +495,19 @@ class Merged:
         if owner in self.saved or (owner in self.replaced and not layers):
             value = self.replaced[owner]
         elif not layers:
-            value = self.base.value(owner, self.expanded)
+            value = self.base.value(owner, self.expanded, dtype)
         else:
             # Rows of tokens are put in place of others; nothing is added up, so nothing needs float32.
             rows_only = all(isinstance(layer, TrainableTokensLayer) for layer in layers)
             needed = [attribute] if attribute != "bias" else ["weight", "bias"]
             kept = {name: module._parameters[name] for name in needed}
             for name in needed:
+                kind = dtype if rows_only else torch.float32
                 filled = self.replaced.get((module, name))
-                filled = self.base.value((module, name), self.expanded) if filled is None else filled.clone()
-                module._parameters[name] = nn.Parameter(filled.to(dtype) if rows_only else filled, requires_grad=False)
+                filled = (
+                    self.base.value((module, name), self.expanded, kind) if filled is None else filled.to(kind, copy=True)
+                )
+                module._parameters[name] = nn.Parameter(filled, requires_grad=False)
             try:
                 for layer in layers:
                     layer.merge(safe_merge=False)
@@ -777,51 +796,53 @@ def verify(folder: Path, merged: Merged, prompts: list[list[int]], drift: bool, 
     Raises:
         ValueError: they differ by more than rounding.
     """
-    base, owners = merged.base, set(merged.base.names)
+    base, owners, model = merged.base, set(merged.base.names), merged.model
     files = loading.defer(str(folder), AutoConfig.from_pretrained(folder, trust_remote_code=False), dtype=torch.float32)
-    sources = files.sources
-    made = {name: source for (module, attribute), source in sources.items() for name in [source.name]}
-    names = {f"{p}.{a}" if p else a: (m, a) for p, m in files.model.named_modules() for a in m._parameters}
-    for module, attribute in sources:
-        module._parameters[attribute] = merge_check.placeholder(module._parameters[attribute])
+    by_name = {name: owner for owner, name in base.names.items()}
+    twins = {}  # the parameter of the unmerged model that one of the files' has to be
+    for prefix, module in files.model.named_modules():
+        for attribute in module._parameters:
+            if (module, attribute) in files.sources:
+                twins[module, attribute] = by_name[f"{prefix}.{attribute}" if prefix else attribute]
+                module._parameters[attribute] = merge_check.placeholder(module._parameters[attribute])
+    types = {stored.dtype for stored in files.checkpoint.tensors.values() if stored.dtype.is_floating_point}
 
     def from_files(owner):
-        return sources[owner].base_weight(CPU)
+        return read_weight(files.sources[owner], torch.float32)
 
-    model = merged.model
-    tokens = sum(map(len, prompts))
-    yield f"{len(prompts)} prompts, {tokens} tokens, in float32"
+    def unrounded(owner):
+        value, source = merged.value(twins[owner]), files.sources[owner]
+        flat = value.view(-1)
+        if source.group.converter is None:
+            stored = files.checkpoint.tensors[source.group.key].dtype
+            if not all(torch.equal(flat[part].to(stored), source[part]) for part in blocks(flat.numel())):
+                raise ValueError(
+                    f"{folder}: {source.group.key} is not what was merged; the disk is damaged: use another one"
+                )
+        return value
+
+    def unmerged_on(expanded):
+        return merge_check.logits(model, prompts, owners, lambda owner: merged.base_value(owner, expanded))
+
+    yield f"{len(prompts)} prompts, {sum(map(len, prompts))} tokens, in float32"
     with merged.peft_model.disable_adapter():
-        plain = merge_check.logits(model, prompts, owners, base.value if not merged.expanded else merged.base_value)
-    unmerged = merge_check.logits(model, prompts, owners, merged.base_value)
-    written = merge_check.logits(files.model, prompts, set(sources), from_files)
-
+        plain = merge_check.logits(model, prompts, owners, lambda owner: base.value(owner, merged.expanded))
+    unmerged = unmerged_on(merged.expanded)
     yield merge_check.HEADER
     yield Comparison.of(plain, unmerged).row("base -> adapter (its effect)")
+    written = merge_check.logits(files.model, prompts, set(twins), from_files)
     comparisons = {}
-    rounds = any(
-        base_type != torch.float32 for base_type in {s.group.checkpoint.tensors[s.group.key].dtype for s in made.values()}
-    )
-    if rounds:
-        # Rounding hides small mistakes in the logits. So the merge is checked before it is rounded, and the files against
-        # that, rounded, bit for bit.
-        def unrounded(owner):
-            value = merged.value(owner)
-            source = sources[names[base.names[owner]]]
-            stored = source.group.checkpoint.tensors[source.group.key].dtype
-            if not torch.equal(value.to(stored).float(), source.base_weight(CPU)):
-                raise ValueError(f"{folder}: {base.names[owner]} is not what was merged; the files are damaged: merge again")
-            return value
-
-        with merged.peft_model.disable_adapter():
-            comparisons["unmerged -> merged, not rounded"] = merge_check.logits(model, prompts, owners, unrounded)
+    if types != {torch.float32}:
+        # Rounding hides mistakes of its own size. So the merge is checked before it is rounded, on the model that the files
+        # describe, and the files against it, rounded, bit for bit.
+        comparisons["unmerged -> merged, not rounded"] = merge_check.logits(files.model, prompts, set(twins), unrounded)
     label = f"unmerged -> merged, {str(dtype).removeprefix('torch.')}"
     comparisons[label] = written
     rows = {title: Comparison.of(unmerged, other) for title, other in comparisons.items()}
     yield from (row.row(title) for title, row in rows.items())
     exact = next(iter(rows.values()))
     if drift:
-        trained_on = merge_check.logits(model, prompts, owners, lambda o: merged.base_value(o, expanded=True))
+        trained_on = unmerged_on(True)
         yield Comparison.of(trained_on, written).row("4-bit base + adapter -> merged")
     if exact.relative > merge_check.FLOAT32_BOUND:
         raise ValueError(
