@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import bitsandbytes
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
 from peft.tuners.lora.layer import LoraLayer, ParamWrapper
@@ -32,6 +33,7 @@ from torch import nn
 from tqdm import tqdm
 from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig, GenerationConfig, PretrainedConfig
 from transformers.core_model_loading import build_glob_alternation, revert_weight_conversion
+from transformers.pytorch_utils import Conv1D
 from transformers.utils import (
     ADAPTER_CONFIG_NAME,
     ADAPTER_SAFE_WEIGHTS_NAME,
@@ -333,7 +335,12 @@ def blocks(size: int) -> Iterator[slice]:
 
 def read_weight(source: loading.StoredWeight, dtype: torch.dtype) -> torch.Tensor:
     """A weight as its layer computes with it, in its own shape and in `dtype`, without a second copy in the stored type."""
-    if isinstance(source, loading.QuantizedWeight) or source.group.converter is not None:
+    if isinstance(source, loading.QuantizedWeight):
+        packed, state = source.packed(CPU)
+        state.dtype = source.layer.compute_dtype  # bitsandbytes expands into it, whatever type the weight once had
+        value = bitsandbytes.functional.dequantize_4bit(packed, state).to(dtype)
+        return value.T.contiguous() if issubclass(source.layer.source_cls, Conv1D) else value
+    if source.group.converter is not None:
         return source.base_weight(CPU).to(dtype)
     out = torch.empty(source.shape, dtype=dtype)
     flat = out.view(-1)
@@ -499,7 +506,8 @@ class Merged:
         else:
             # Rows of tokens are put in place of others; nothing is added up, so nothing needs float32.
             rows_only = all(isinstance(layer, TrainableTokensLayer) for layer in layers)
-            needed = [attribute] if attribute != "bias" else ["weight", "bias"]
+            biased = any(layer.lora_bias.get(ADAPTER) for layer in layers if isinstance(layer, LoraLayer))
+            needed = ["weight", "bias"] if biased else [attribute]  # PEFT merges both at once
             kept = {name: module._parameters[name] for name in needed}
             for name in needed:
                 kind = dtype if rows_only else torch.float32
