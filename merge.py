@@ -747,7 +747,7 @@ def check_out(name: str, adapter: Path) -> tuple[Path, Path]:
     Raises:
         ValueError: it cannot be made, or something that is not ours is there.
     """
-    out = Path(os.path.abspath(name))
+    out = Path(os.path.realpath(name))
     partial = out.with_name(f"_{out.name}.partial")
     parent = next(folder for folder in out.parents if folder.exists())
     if not parent.is_dir():
@@ -756,6 +756,8 @@ def check_out(name: str, adapter: Path) -> tuple[Path, Path]:
         raise ValueError(f"--out {name} cannot be made: {parent} is not writable")
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise ValueError(f"--out {name} exists and is not empty, and nothing is overwritten: name a new folder")
+    if os.path.ismount(out):  # nothing can be renamed to it
+        raise ValueError(f"--out {name} is a mount point: name a new folder in it")
     if partial.exists() and not (partial / UNFINISHED).is_file():
         raise ValueError(
             f"{partial}, where --out {name} is made, exists and is not from a merge: move it, or name another --out"
@@ -820,19 +822,20 @@ def verify(folder: Path, merged: Merged, prompts: list[list[int]], drift: bool, 
 
     def unrounded(owner):
         value, source = merged.value(twins[owner]), files.sources[owner]
-        flat = value.view(-1)
         if source.group.converter is None:
-            stored = files.checkpoint.tensors[source.group.key].dtype
-            if not all(torch.equal(flat[part].to(stored), source[part]) for part in blocks(flat.numel())):
-                raise ValueError(
-                    f"{folder}: {source.group.key} is not what was merged; the disk is damaged: use another one"
-                )
+            flat, stored = value.view(-1), files.checkpoint.tensors[source.group.key].dtype
+            same = all(torch.equal(flat[part].to(stored), source[part]) for part in blocks(flat.numel()))
+        else:
+            stored = source.whole()
+            same = torch.equal(value.to(stored.dtype), stored)
+        if not same:
+            raise ValueError(f"{folder}: {source.group.key} is not what was merged; the disk is damaged: use another one")
         return value
 
     def unmerged_on(expanded):
         return merge_check.logits(model, prompts, owners, lambda owner: merged.base_value(owner, expanded))
 
-    yield f"{len(prompts)} prompts, {sum(map(len, prompts))} tokens, in float32"
+    yield f"{len(prompts)} prompts, {sum(map(len, prompts))} tokens (at most {merge_check.MAX_TOKENS} of each), in float32"
     with merged.peft_model.disable_adapter():
         plain = merge_check.logits(model, prompts, owners, lambda owner: base.value(owner, merged.expanded))
     unmerged = unmerged_on(merged.expanded)
@@ -903,6 +906,8 @@ def merge(args: MergeArguments, report: Callable[[str], None] = print) -> Path:
         base = Base(name, revision, config, stored, wanted, vocabulary, row_dtype)
         merged = Merged(base, adapter, expanded)
     types = Types(args.dtype, base, config)
+    if len(prompts) > merge_check.MAX_PROMPTS:
+        report(f"note: the first {merge_check.MAX_PROMPTS} of {len(prompts)} prompts are compared")
     ids = prompt_ids(prompts, tokenizer, trained_rows(merged)) if args.verify else []
     rows = base.model.get_input_embeddings().weight.shape[0]
     if args.verify and max(map(max, ids)) >= rows:

@@ -182,6 +182,39 @@ def test_embeddings_that_peft_saved_whole(bases, tmp_path):
     assert relative(logits(peft_model.eval()), logits(merged)) < 5e-6
 
 
+@pytest.mark.parametrize("targets", [["q_proj"], ["embed_tokens"]])
+def test_a_tied_weight_that_is_stored_twice(targets, bases, tmp_path):
+    """It is written once while it stays tied, and never as it was before the merge."""
+    base = tmp_path / "base"
+    base.mkdir()
+    for file in bases["tied"].iterdir():
+        (base / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(base / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    adapter = make_adapter(tmp_path / "adapter", base, target_modules=targets)
+    run(adapter, tmp_path / "out")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert relative(logits(unmerged(bases["tied"], adapter)), logits(merged)) < 5e-6
+    assert ("lm_head.weight" in load_file(tmp_path / "out/model.safetensors")) == (targets == ["embed_tokens"])
+
+
+def test_names_of_an_older_checkpoint_are_kept(bases, tmp_path):
+    """GPT-2 on the Hub has no prefix, and holds masks that the model no longer reads."""
+    base = tmp_path / "base"
+    base.mkdir()
+    for file in bases["gpt2"].iterdir():
+        (base / file.name).write_bytes(file.read_bytes())
+    tensors = {n.removeprefix("transformer."): t for n, t in load_file(base / "model.safetensors").items()}
+    tensors["h.0.attn.bias"] = torch.tril(torch.ones(128, 128)).view(1, 1, 128, 128)
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    adapter = make_adapter(tmp_path / "adapter", bases["gpt2"], target_modules=["c_attn", "wte"], fan_in_fan_out=True)
+    run(adapter, tmp_path / "out", "--base", str(base))
+    assert set(load_file(tmp_path / "out/model.safetensors")) == {*tensors, "lm_head.weight"}
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert relative(logits(unmerged(bases["gpt2"], adapter)), logits(merged)) < 5e-6
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_16_bits_are_the_float32_merge_rounded_once(dtype, bases, tmp_path):
     adapter = make_adapter(tmp_path / "adapter", bases["bf16"], target_modules="all-linear")
@@ -398,21 +431,23 @@ def test_a_wrong_merge_is_refused(wrong, base, bases, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["adapter"], "nothing is put in place and nothing is left"
 
 
-def test_files_that_are_not_what_was_merged_are_refused(bases, tmp_path, monkeypatch):
+@pytest.mark.parametrize("base", ["bf16", "mixtral"])
+def test_files_that_are_not_what_was_merged_are_refused(base, bases, tmp_path, monkeypatch):
     """A bit that the disk flips in 16-bit files is smaller than rounding in the logits, and is found all the same."""
-    adapter = make_adapter(tmp_path / "adapter", bases["bf16"], target_modules=["q_proj"])
+    adapter = make_adapter(tmp_path / "adapter", bases[base], target_modules=["q_proj"])
     write = merge.write_weights
 
     def damage(folder, parts, files):
         write(folder, parts, files)
         path = folder / "model.safetensors"
-        data = bytearray(path.read_bytes())
-        data[-2] ^= 1
-        path.write_bytes(data)
+        tensors = load_file(path)
+        name = next(name for name in tensors if name.endswith(("experts.3.w2.weight", "1.mlp.down_proj.weight")))
+        tensors[name].view(torch.int16)[-1, -1] ^= 1
+        save_file(tensors, path, metadata={"format": "pt"})
 
     monkeypatch.setattr(merge, "write_weights", damage)
     with pytest.raises(ValueError, match="is not what was merged"):
-        run(adapter, tmp_path / "out")
+        run(adapter, tmp_path / "out", "--dtype", "bfloat16")
     assert not (tmp_path / "out").exists()
 
 
