@@ -232,8 +232,9 @@ def check_manifest(folder: Path) -> None:
     path = folder / "manifest.json"
     if not path.is_file():
         return
-    listed = read_json(path).get("files", {}).get(ADAPTER_SAFE_WEIGHTS_NAME)
-    if listed is None:
+    files = read_json(path).get("files")
+    listed = files.get(ADAPTER_SAFE_WEIGHTS_NAME) if isinstance(files, dict) else None
+    if not isinstance(listed, dict):
         return
     file = folder / ADAPTER_SAFE_WEIGHTS_NAME
     with open(file, "rb") as opened:
@@ -318,7 +319,7 @@ def load_base_config(name: str, revision: str | None, source: str) -> tuple[Pret
     except Exception as error:  # a damaged config.json raises what its reader happens to
         raise ValueError(
             f"no base model at {name} ({source}): give a Hub id you can reach or a local folder with --base "
-            f"({str(error).splitlines()[0]})"
+            f"({(str(error) or repr(error)).splitlines()[0]})"
         ) from None
     stored = utils.stored_quantization(config)
     if stored and not stored.get("load_in_4bit"):
@@ -535,12 +536,14 @@ class Merged:
             raise ValueError(f"{self.base.names[owner]} is not finite after the merge in {dtype}: {fix}")
         return value
 
-    def stays_tied(self, dtype: torch.dtype) -> bool:
-        """Whether embedding and head, tied in the base, are still equal after the merge, in that type."""
+    def stays_tied(self, types: "Types") -> bool:
+        """Whether embedding and head, tied in the base, are still equal after the merge, as they are written."""
         if self.tied is None:
             return False
         if not any(self.changes(owner) for owner in self.tied):
             return True
+        name = self.base.sources[self.tied[0]]
+        dtype = types.of(self.base.groups[name].key, name)
         digests = {hashlib.sha256(weights.as_bytes(self.value(owner, dtype))).digest() for owner in self.tied}
         return len(digests) == 1
 
@@ -891,7 +894,7 @@ def merge(args: MergeArguments, report: Callable[[str], None] = print) -> Path:
     )
     trained, known = trained_quantization(adapter, args.trained_in_4bit)
     expanded = args.base_weights == "nf4"
-    stored = stored_quantization(config)
+    stored = stored_quantization(config, adapter.trained.get("bnb_4bit_compute_dtype"))
     if expanded and trained is None:
         fix = "it was trained on 16-bit weights" if known else "state what it was trained on with --trained_in_4bit nf4"
         raise ValueError(f"--base_weights nf4 is for an adapter that was trained in 4 bits: {fix}")
@@ -912,7 +915,7 @@ def merge(args: MergeArguments, report: Callable[[str], None] = print) -> Path:
     rows = base.model.get_input_embeddings().weight.shape[0]
     if args.verify and max(map(max, ids)) >= rows:
         raise ValueError(f"the tokenizer has tokens beyond the {rows} rows of the base's embedding: use --verify False")
-    tied = merged.stays_tied(types.nominal)
+    tied = merged.stays_tied(types)
     parts = plan(base, merged, types, tied, config)
     files = shards(parts, largest)
     check_disk(out, files)
@@ -934,21 +937,25 @@ def merge(args: MergeArguments, report: Callable[[str], None] = print) -> Path:
                 report(
                     "note: whether the adapter was trained in 4 bits is not known, so no drift is shown (--trained_in_4bit)"
                 )
+        else:
+            report("note: not compared with the unmerged model (--verify False)")
         (partial / UNFINISHED).unlink()
         os.rename(partial, out)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    report(f"{out}: load it with AutoModelForCausalLM.from_pretrained({str(args.out)!r})")
+    report(f"{args.out}: load it with AutoModelForCausalLM.from_pretrained({str(args.out)!r})")
     return out
 
 
-def stored_quantization(config: PretrainedConfig) -> Quantization | None:
-    """The settings of a base that is stored in 4 bits."""
+def stored_quantization(config: PretrainedConfig, compute_dtype: str | None) -> Quantization | None:
+    """The settings of a base that is stored in 4 bits, but for the type in which training computed, if it is known."""
     stored = utils.stored_quantization(config)
     if not stored:
         return None
     settings = {key: value for key, value in stored.items() if key.startswith(("llm_", "bnb_", "load_in"))}
+    if compute_dtype is not None:
+        settings["bnb_4bit_compute_dtype"] = compute_dtype
     return Quantization(BitsAndBytesConfig(**settings), "auto")
 
 
@@ -968,7 +975,7 @@ def load_tokenizer(folder: Path, base: str, revision: str | None):
     except Exception as error:  # a damaged file raises what its reader happens to
         if source is base:
             return None
-        raise ValueError(f"the tokenizer in {folder} cannot be read ({str(error).splitlines()[0]}): copy it again") from None
+        raise ValueError(f"the tokenizer in {folder} cannot be read ({error!r:.200}): copy it again") from None
 
 
 def write_generation_config(folder: Path, adapter: Path, base: str, revision: str | None) -> None:

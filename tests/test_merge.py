@@ -5,6 +5,8 @@ The reference is always PEFT's own unmerged model on the base that `from_pretrai
 
 import hashlib
 import json
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -617,6 +619,12 @@ def test_every_mistake_is_one_line_before_a_weight_is_read(good, bases, tmp_path
             failures.append(name)
     assert not failures, "too long for a line"
     assert sorted(path for path in tmp_path.rglob("*")) == before, "nothing is written, and nothing is touched"
+
+
+def test_the_readmes_commands_parse():
+    commands = re.findall(r"^python merge.py (.*)$", (ROOT / "README.md").read_text(), flags=re.M)
+    assert len(commands) == 2 and commands[1] == "--help"
+    assert merge.parse(shlex.split(commands[0])).verify
 
 
 def test_a_mistake_ends_the_command(good, tmp_path):
