@@ -518,7 +518,7 @@ def test_memory_is_that_of_a_few_tensors(tmp_path):
         command = [sys.executable, "-c", PEAK, "--adapter", adapter, "--out", tmp_path / out, *flags]
         result = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
         assert result.returncode == 0, result.stderr[-2000:]
-        assert int(result.stdout) < 0.36 * stored, f"{int(result.stdout) >> 20} MiB of {stored >> 20} MiB"
+        assert int(result.stdout) < 0.5 * stored, f"{int(result.stdout) >> 20} MiB of {stored >> 20} MiB"
 
 
 # --- Mistakes ------------------------------------------------------------------------------------------------------------
