@@ -2,22 +2,26 @@
 
 A full state dict gathers the frozen base model on one rank to write a few megabytes, a sharded one leaves no adapter to
 load, and wrapper names that FSDP and activation checkpointing insert make PEFT match no key at all and write an empty
-file. Here the trained parameters alone are gathered, one FSDP unit at a time, under the names they had before wrapping,
-and each is on the disk before the next is gathered.
+file. Here the trained parameters alone are gathered, a few megabytes at a time, under the names they had before wrapping,
+and they are on the disk before the next are gathered.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from peft import PeftModel, get_peft_model_state_dict
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import weights
+
+BUCKET_BYTES = 1 << 23
 
 
 class WrongAdapter(ValueError):
@@ -33,86 +37,161 @@ def unwrapped_name(name: str) -> str:
     return name
 
 
-def trained_tensors(model: nn.Module, writeback: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, full tensor) for every trained parameter, on every rank, holding one FSDP unit at a time.
+@dataclass
+class Held:
+    """One parameter as this rank holds it, whole or a shard, and the names that are in it (more than one under FSDP1).
 
-    A collective: all ranks have to run it to the end. Under FSDP1 a tensor is valid only until the next is asked for, and
-    changes to it are kept if `writeback`; under FSDP2 it is a copy; otherwise it is the parameter.
+    A state of the optimizer is held as its parameter is, so `gathered` and `shard` serve for both.
     """
+
+    parameter: nn.Parameter
+    names: list[str]
+    shapes: list[tuple[int, ...]]
+    unit: FSDP | None = None  # of FSDP1
+
+    @property
+    def local(self) -> torch.Tensor:
+        """What this rank holds, in full precision. While a unit is gathered, its parameter is another tensor."""
+        return getattr(self.parameter, "_local_shard", self.parameter) if self.unit is not None else self.parameter
+
+    def group(self, tensor: torch.Tensor):
+        """The ranks that each hold a slice of rows of a tensor like the parameter; None if this one holds all of it."""
+        if self.unit is not None:
+            return self.unit._handle.process_group if self.unit._handle.uses_sharded_strategy else None
+        rows = isinstance(tensor, DTensor) and tuple(tensor.placements) == (Shard(0),)
+        return tensor.device_mesh.get_group() if rows else None
+
+    def part(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's slice, flat, padded to the length that it has on every rank, where the ranks communicate."""
+        if self.unit is not None:
+            return tensor.detach().reshape(-1).to(self.unit._handle.device)
+        local, mesh = tensor._local_tensor.detach(), tensor.device_mesh
+        rows = -(-tensor.shape[0] // mesh.size()) * tensor.shape[1:].numel()
+        return nn.functional.pad(local.reshape(-1), (0, rows - local.numel())).to(mesh.device_type)
+
+    def split(self, flat: torch.Tensor, shape: torch.Size) -> list[torch.Tensor]:
+        """The tensor of each name, from the slices of all ranks one after the other. `shape` is that of the whole."""
+        if self.unit is None:
+            return [flat[: shape.numel()].view(shape)]
+        return list(self.unit._handle._get_unflat_views(flat[: self.parameter._unpadded_unsharded_size.numel()]))
+
+    def shard(self, read: Callable[[str], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """This rank's slice of what `read` gives whole for each name. No communication."""
+        if self.unit is not None:
+            out = torch.zeros(self.local.shape, dtype=dtype)
+            for name, part in zip(self.names, self.parameter._shard_param_infos, strict=True):
+                if part.in_shard:
+                    start, length = part.intra_param_start_idx, part.numel_in_shard
+                    into = out[part.offset_in_shard : part.offset_in_shard + length]
+                    into.copy_(read(name).reshape(-1)[start : start + length])
+            return out
+        value = read(self.names[0])
+        if not isinstance(self.parameter, DTensor) or value.shape != self.parameter.shape:
+            return value
+        mesh, placements = self.parameter.device_mesh, self.parameter.placements
+        value = distribute_tensor(value.to(mesh.device_type), mesh, placements, src_data_rank=None)
+        return value.to(self.parameter.device).clone()  # or the slice would keep the memory of the whole
+
+
+def held_parameters(model: nn.Module) -> list[Held]:
+    """Every parameter that this rank holds, in the order of the model, the same on every rank."""
     reshard(model)
-    units = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDP)]
-    if units:
-        units[0][1].check_is_root()  # before any other unit is used, or FSDP takes that one for the root
-    seen = set()
-    for prefix, unit in units:
-        if unit._handle is None:
-            continue
-        flat = unit._handle.flat_param
-        if not any(p.requires_grad for p in flat._params or [flat]):  # `_params` is kept with use_orig_params only
-            continue
-        own = {unwrapped_name(name) for name in flat._fqns}
-        with FSDP.summon_full_params(unit, recurse=False, writeback=writeback):
-            for name, parameter in unit.named_parameters():
-                name = unwrapped_name(name)
-                if parameter.requires_grad and name in own:
-                    name = unwrapped_name(f"{prefix}." if prefix else "") + name
-                    seen.add(name)
-                    yield name, parameter.detach()
+    found = []
+    for prefix, unit in model.named_modules():
+        if isinstance(unit, FSDP) and unit._handle is not None:
+            flat, start = unit._handle.flat_param, unwrapped_name(f"{prefix}.") if prefix else ""
+            names = [start + unwrapped_name(name) for name in flat._fqns]
+            found.append(Held(flat, names, [tuple(shape) for shape in flat._shapes], unit))
+    flat = {id(item.parameter) for item in found}
     for name, parameter in model.named_parameters():
-        clean = unwrapped_name(name)
-        if not parameter.requires_grad or clean in seen or (units and name.endswith("_flat_param")):
+        if id(parameter) not in flat:
+            found.append(Held(parameter, [unwrapped_name(name)], [tuple(parameter.shape)]))
+    return found
+
+
+def trained_parameters(model: nn.Module) -> list[Held]:
+    """Those of `held_parameters` that are trained."""
+    return [item for item in held_parameters(model) if item.parameter.requires_grad]
+
+
+def gathered(items: Iterable[tuple[Held, torch.Tensor]]) -> Iterator[tuple[Held, list[torch.Tensor]]]:
+    """For each parameter, or tensor like it, the whole tensor of each of its names, on every rank.
+
+    A collective: all ranks have to run it to the end. Slices are sent `BUCKET_BYTES` at a time, because an adapter is many
+    small tensors; more than a bucket, or one tensor if that is larger, is never in memory.
+    """
+    bucket, size = [], 0
+    for item, tensor in items:
+        group = item.group(tensor)
+        if group is None:
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+            bucket, size = yield from _flushed(bucket)
+            yield item, [whole] if item.unit is None else item.split(whole.reshape(-1), whole.shape)
             continue
-        yield clean, whole(parameter).detach()
+        part = item.part(tensor)
+        added = part.nbytes * dist.get_world_size(group)
+        if bucket and (size + added > BUCKET_BYTES or (part.dtype, group) != (bucket[0][1].dtype, bucket[0][2])):
+            bucket, size = yield from _flushed(bucket)
+        bucket.append((item, part, group, tensor.shape))
+        size += added
+    yield from _flushed(bucket)
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The full tensor of a shard, or the tensor itself. A collective for a shard."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    # An offloaded shard lies on the CPU, where the accelerator's process group cannot gather it.
-    return tensor.to(tensor.device_mesh.device_type).full_tensor()
+def _flushed(bucket):
+    if bucket:
+        sent = torch.cat([part for _, part, *_ in bucket])
+        group = bucket[0][2]
+        received = torch.empty(dist.get_world_size(group), sent.numel(), dtype=sent.dtype, device=sent.device)
+        dist.all_gather_into_tensor(received.view(-1), sent, group=group)
+        start = 0
+        for item, part, _, shape in bucket:
+            flat = received[:, start : start + part.numel()].reshape(-1)
+            start += part.numel()
+            yield item, item.split(flat, shape)
+    return [], 0
+
+
+def trained_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, whole tensor) for every trained parameter, on every rank. A collective, see `gathered`."""
+    for item, tensors in gathered((item, item.local) for item in trained_parameters(model)):
+        yield from zip(item.names, tensors, strict=True)
 
 
 def trained_layout(model: nn.Module) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Type and whole shape of every trained parameter, by the name `trained_tensors` gives it. No communication."""
-    reshard(model)
-    layout = {}
-    for prefix, unit in model.named_modules():
-        if isinstance(unit, FSDP) and unit._handle is not None:
-            flat = unit._handle.flat_param
-            if flat.requires_grad:
-                start = unwrapped_name(f"{prefix}.") if prefix else ""
-                for name, shape in zip(flat._fqns, flat._shapes, strict=True):
-                    layout[start + unwrapped_name(name)] = (flat.dtype, tuple(shape))
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and not name.endswith("_flat_param"):
-            layout.setdefault(unwrapped_name(name), (parameter.dtype, tuple(parameter.shape)))
-    return layout
+    return {
+        name: (item.parameter.dtype, shape)
+        for item in trained_parameters(model)
+        for name, shape in zip(item.names, item.shapes, strict=True)
+    }
 
 
 def reshard(model: nn.Module) -> None:
-    """Free what FSDP2 still holds gathered. After an evaluation the root is, and its parameters are 16-bit copies."""
+    """Free what is still gathered. After an evaluation the root is, and under FSDP2 its parameters are 16-bit copies."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+        elif isinstance(module, FSDP) and module._handle is not None and module._handle.uses_sharded_strategy:
+            local = getattr(module._handle.flat_param, "_local_shard", None)  # once it has run
+            if local is not None and module._handle.flat_param.data_ptr() != local.data_ptr():
+                module._handle.reshard(True)
 
 
 def gather_trained(model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
     """All trained parameters as contiguous CPU tensors in their own dtype; empty where `keep` is false. A collective."""
-    gathered = {}
+    kept = {}
     for name, tensor in trained_tensors(model):
         if keep:
-            gathered[name] = tensor.to("cpu", copy=True).contiguous()
-    return gathered
+            kept[name] = tensor.to("cpu", copy=True).contiguous()
+    return kept
 
 
 @torch.no_grad()
 def load_trained(model: nn.Module, shapes: dict[str, tuple[int, ...]], read: Callable[[str], torch.Tensor]) -> None:
-    """Overwrite every trained parameter with the full tensor of its name, one at a time. A collective.
+    """Overwrite every trained parameter with what `read` gives whole for its name. No communication.
 
     Args:
         shapes: of every tensor that is there, by parameter name.
-        read: gives one of them.
 
     Raises:
         WrongAdapter: a trained parameter is missing, or there are others, or a shape differs; nothing is changed then.
@@ -125,15 +204,8 @@ def load_trained(model: nn.Module, shapes: dict[str, tuple[int, ...]], read: Cal
             f"the adapter does not belong to this model and LoRA configuration: {len(missing)} trained tensors are missing "
             f"or have another shape (first: {missing[:1]}), {len(left)} are not trained here (first: {left[:1]})"
         )
-    parameters = {unwrapped_name(name): p for name, p in model.named_parameters()}
-    for name, tensor in trained_tensors(model, writeback=True):
-        value = read(name)
-        parameter = parameters.get(name)
-        if isinstance(parameter, DTensor):
-            value = value.to(device=parameter.device, dtype=parameter.dtype)
-            parameter.copy_(distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None))
-        else:
-            tensor.copy_(value)
+    for item in trained_parameters(model):
+        item.local.detach().copy_(item.shard(read, item.parameter.dtype))
 
 
 def adapter_keys(model: PeftModel) -> dict[str, str]:

@@ -1,81 +1,26 @@
 """An optimizer's state as whole tensors under parameter names: the same file whatever sharded it, on any number of ranks.
 
 FSDP1 keeps a flat piece of several parameters' state on each rank, FSDP2 keeps slices, DDP and one device keep all of it.
-The file holds what one device would hold, so a run can go on under another strategy or with another number of ranks. One
-parameter's state is gathered at a time, and nobody keeps it. The format is safetensors, with JSON values for what is no
+The file holds what one device would hold, so a run can go on under another strategy or with another number of ranks. A few
+megabytes are gathered at a time, and nobody keeps them. The format is safetensors, with JSON values for what is no
 tensor: nothing in it runs code when it is read.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.tensor import DTensor, distribute_tensor
 
-from adapter import reshard, unwrapped_name, whole
+from adapter import Held, gathered, held_parameters
 
 
 class NotSavable(ValueError):
     """An optimizer whose state has a form that cannot be put together from its shards."""
 
 
-@dataclass
-class Held:
-    """One parameter as the optimizer has it, and the model parameters that are in it (more than one under FSDP1)."""
-
-    parameter: nn.Parameter
-    names: list[str]
-    unit: FSDP | None = None
-
-    def split(self, state: torch.Tensor) -> list[torch.Tensor]:
-        """The state of each name, whole, from this rank's part. A collective."""
-        if self.unit is None:
-            return [whole(state).detach()]
-        handle = self.unit._handle
-        part = state.detach().to(handle.device)
-        parts = [torch.empty_like(part) for _ in range(dist.get_world_size(handle.process_group))]
-        dist.all_gather(parts, part, group=handle.process_group)
-        flat = torch.cat(parts)[: handle.flat_param._unpadded_unsharded_size.numel()]
-        return [view.contiguous() for view in handle._get_unflat_views(flat)]
-
-    def shard(self, read: Callable[[str], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """This rank's part of a state that `read` gives whole for each name. No communication."""
-        if self.unit is None:
-            value = read(self.names[0])
-            if not isinstance(self.parameter, DTensor) or value.shape != self.parameter.shape:
-                return value
-            # Copied, or the shard would keep the memory of the whole.
-            value = value.to(self.parameter.device)
-            return distribute_tensor(
-                value, self.parameter.device_mesh, self.parameter.placements, src_data_rank=None
-            ).clone()
-        flat = self.unit._handle.flat_param
-        out = torch.zeros(self.parameter.shape, dtype=dtype)
-        for name, part in zip(self.names, flat._shard_param_infos, strict=True):
-            if part.in_shard:
-                start = part.intra_param_start_idx
-                into = out[part.offset_in_shard : part.offset_in_shard + part.numel_in_shard]
-                into.copy_(read(name).reshape(-1)[start : start + part.numel_in_shard])
-        return out
-
-    def shapes(self) -> list[torch.Size]:
-        return list(self.unit._handle.flat_param._shapes) if self.unit is not None else [self.parameter.shape]
-
-
-def held_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[Held]]:
+def held_by(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[Held]]:
     """For each parameter group, what each of its parameters is, in order."""
-    reshard(model)  # the optimizer has the shards
-    by_id = {}
-    for prefix, unit in model.named_modules():
-        if isinstance(unit, FSDP) and unit._handle is not None:
-            start = unwrapped_name(f"{prefix}.") if prefix else ""
-            flat = unit._handle.flat_param
-            by_id[id(flat)] = Held(flat, [start + unwrapped_name(name) for name in flat._fqns], unit)
-    for name, parameter in model.named_parameters():
-        by_id.setdefault(id(parameter), Held(parameter, [unwrapped_name(name)]))
+    by_id = {id(item.parameter): item for item in held_parameters(model)}
     return [[by_id[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
@@ -89,7 +34,7 @@ def describe(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict, 
         NotSavable: a state that is neither a number nor a tensor shaped like its parameter.
     """
     layout, values = {}, {}
-    held = held_parameters(model, optimizer)
+    held = held_by(model, optimizer)
     for item in (item for group in held for item in group):
         for key, state in optimizer.state.get(item.parameter, {}).items():
             if isinstance(state, torch.Tensor):
@@ -116,7 +61,7 @@ def _shapes(item: Held, key: str, state: torch.Tensor, optimizer) -> list[torch.
     if state.dim() == 0:  # a step count, the same for everything in the parameter
         return [state.shape] * len(item.names)
     if state.shape == item.parameter.shape:
-        return item.shapes()
+        return item.shapes
     if item.unit is None:  # factored or quantised statistics, of a parameter that is not cut or whose shards are
         return [state.shape]
     raise NotSavable(
@@ -127,13 +72,20 @@ def _shapes(item: Held, key: str, state: torch.Tensor, optimizer) -> list[torch.
 
 def whole_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield ("KEY.PARAMETER", tensor) for every tensor of `describe`'s layout, on every rank. A collective."""
-    for item in (item for group in held_parameters(model, optimizer) for item in group):
-        for key, state in optimizer.state.get(item.parameter, {}).items():
-            if not isinstance(state, torch.Tensor):
-                continue
-            parts = [state] * len(item.names) if state.dim() == 0 else item.split(state)
-            for name, part in zip(item.names, parts, strict=True):
-                yield f"{key}.{name}", part
+    items = [item for group in held_by(model, optimizer) for item in group]
+    states = [
+        (key, item, state)
+        for item in items
+        for key, state in optimizer.state.get(item.parameter, {}).items()
+        if isinstance(state, torch.Tensor)
+    ]
+    for key, item, state in states:
+        if state.dim() == 0:
+            yield from ((f"{key}.{name}", state) for name in item.names)
+    keys = [key for key, _, state in states if state.dim()]
+    pairs = ((item, state) for _, item, state in states if state.dim())
+    for key, (item, tensors) in zip(keys, gathered(pairs), strict=True):
+        yield from ((f"{key}.{name}", tensor) for name, tensor in zip(item.names, tensors, strict=True))
 
 
 @torch.no_grad()
@@ -152,7 +104,7 @@ def load(
     """
     by_parameter: dict[str, set[str]] = {}
     rates = {name: group for group in rest["groups"] for name in group["parameters"]}
-    held = held_parameters(model, optimizer)
+    held = held_by(model, optimizer)
     wanted = {name for group in held for item in group for name in item.names}
     for entry in names:
         key, _, name = entry.partition(".")

@@ -8,7 +8,7 @@ A `checkpoint-N` is a PEFT adapter that `from_pretrained` loads, with its tokeni
     trainer_state.json        the Trainer's own log and step
     manifest.json             size and SHA-256 of each, written last (see checkpoint.py)
 
-The writing process writes all of it; the others take part in gathering, one FSDP unit at a time. No file is a pickle.
+The writing process writes all of it; the others take part in gathering, a few megabytes at a time. No file is a pickle.
 """
 
 import json

@@ -11,6 +11,7 @@ memory above what it was before the save, sampled every 2 ms; page cache does no
 """
 
 import argparse
+import ctypes
 import gc
 import importlib.util
 import json
@@ -59,6 +60,7 @@ def measured(save, folder: Path) -> dict:
     import torch.distributed as dist
 
     gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # what training has freed does not hide what the save takes
     dist.barrier()
     baseline = models.anonymous()
     peak, done = [baseline], threading.Event()
