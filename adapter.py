@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import weights
 
-BUCKET_BYTES = 1 << 23
+BUCKET_BYTES = 1 << 22
 
 
 class WrongAdapter(ValueError):
