@@ -7,6 +7,7 @@ and they are on the disk before the next are gathered.
 """
 
 import hashlib
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -239,13 +240,13 @@ class AdapterFile:
         """Finish the file and compare it with what was in memory.
 
         Raises:
-            WrongAdapter: it does not hold that.
+            WrongAdapter: it does not hold that, or what is in memory are not numbers any more.
             OSError: it cannot be written or read.
         """
         self.writer.close()
         wrong = check_adapter(self.path, self.layout, self.digests)
         if wrong:
-            raise WrongAdapter(f"{self.path} does not hold the adapter that was in memory: {wrong[0]}")
+            raise WrongAdapter(f"the adapter file does not hold what it has to: {wrong[0]}")
 
 
 def digest(tensor: torch.Tensor) -> str:
@@ -254,10 +255,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def check_adapter(
-    path: Path,
-    layout: dict[str, tuple[torch.dtype, tuple[int, ...]]],
-    digests: dict[str, str] | None = None,
-    trained: bool = False,
+    path: Path, layout: dict[str, tuple[torch.dtype, tuple[int, ...]]], digests: dict[str, str] | None = None
 ) -> list[str]:
     """What is wrong with an adapter file, one line each; empty if nothing.
 
@@ -265,7 +263,6 @@ def check_adapter(
         layout: type and shape of every tensor it has to hold, by PEFT's key. Others are wrapper names that no loader
             matches, or frozen weights.
         digests: SHA-256 of each tensor's bytes in memory, to compare with.
-        trained: whether training is over, so that an all-zero lora_B or a value that is no number is a failed run.
     """
     file = weights.Checkpoint(str(path.parent), file_name=path.name)
     found, wrong = file.tensors, []
@@ -274,7 +271,6 @@ def check_adapter(
     for key in sorted(set(found) - set(layout)):
         kind = "the name of a wrapper, which no loader matches" if unwrapped_name(key) != key else "not trained here"
         wrong.append(f"it holds {key}: {kind}")
-    zero = []
     for key in sorted(set(layout) & set(found)):
         dtype, shape = layout[key]
         if (found[key].dtype, found[key].shape) != (dtype, tuple(shape)):
@@ -283,12 +279,20 @@ def check_adapter(
         tensor = file.whole(key)
         if digests is not None and digest(tensor) != digests[key]:
             wrong.append(f"{key} has other bytes")
-        # An expert that no token was sent to is still what it was.
-        if trained and "lora_" in key and "_B" in key and not tensor.any() and ".experts." not in key:
-            zero.append(key)
-        if trained and not torch.isfinite(tensor).all():
+        elif not torch.isfinite(tensor).all():
             wrong.append(f"{key} holds values that are not finite")
     file.close()
-    if zero:
-        wrong.append(f"{len(zero)} lora_B are all zero, as before training (first: {zero[0]}): they have learned nothing")
     return wrong
+
+
+def is_lora_b(key: str) -> bool:
+    """Whether a key is of a matrix that LoRA starts at zero."""
+    return bool(re.search(r"\.lora_(embedding_)?B(\.|$)", key))
+
+
+def untrained(path: Path) -> list[str]:
+    """The keys of an adapter file whose lora_B are all zero, as before training."""
+    file = weights.Checkpoint(str(path.parent), file_name=path.name)
+    zero = [key for key in sorted(file.tensors) if is_lora_b(key) and not file.whole(key).any()]
+    file.close()
+    return zero

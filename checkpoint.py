@@ -6,6 +6,7 @@
 Nothing in this file knows what is in the files. It needs no torch and talks to no other rank.
 """
 
+import fcntl
 import hashlib
 import json
 import os
@@ -35,7 +36,7 @@ def begin(partial: Path) -> None:
 
 def sweep(output_dir: str | Path) -> None:
     """Remove what interrupted saves and deletions have left behind. Not while another run writes there."""
-    for pattern in ("_checkpoint-*.partial", "_checkpoint-*.deleted", "_final.partial"):
+    for pattern in ("_checkpoint-*.partial", "_checkpoint-*.deleted", "_checkpoint-*.replaced", "_final.partial"):
         for path in Path(output_dir).glob(pattern):
             shutil.rmtree(path, ignore_errors=True)
 
@@ -65,11 +66,43 @@ def commit(partial: Path, folder: Path, about: dict | None = None) -> None:
     for path in (path for path in partial.rglob("*") if path.is_dir()):
         _fsync(path)
     _fsync(partial)
-    replaced = _out_of_sight(folder) if folder.exists() else None
-    os.rename(partial, folder)
+    replaced = _out_of_sight(folder, "replaced") if folder.exists() else None
+    try:
+        os.rename(partial, folder)
+    except OSError:
+        if replaced is not None:
+            os.rename(replaced, folder)
+        raise
     _fsync(folder.parent)
     if replaced is not None:
         shutil.rmtree(replaced, ignore_errors=True)
+
+
+def recover(output_dir: str | Path) -> None:
+    """Finish replacements that were interrupted between their two renames. Before looking for checkpoints."""
+    for replaced in Path(output_dir).glob("_checkpoint-*.replaced"):
+        folder = replaced.with_name(replaced.name[1:].removesuffix(".replaced"))
+        if not folder.exists():
+            whole = problem_with(partial_of(folder)) is None
+            os.rename(partial_of(folder) if whole else replaced, folder)
+
+
+def lock(output_dir: str | Path):
+    """Keep a second run out of an output folder for as long as what is returned is kept. The kernel frees it at exit.
+
+    Raises:
+        ValueError: another process has it.
+    """
+    Path(output_dir).mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(output_dir, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ValueError(f"--output_dir {output_dir}: another run is writing there; wait for it, or name another") from None
+    except OSError:  # a file system without locks
+        pass
+    return descriptor
 
 
 def move_into(partial: Path, folder: Path) -> None:
@@ -121,7 +154,7 @@ def numbered(output_dir: str | Path) -> list[tuple[int, Path]]:
 
 
 def rotate(output_dir: str | Path, keep: int, protected: Iterable[str | Path] = ()) -> list[str]:
-    """Delete the oldest committed checkpoints until `keep` are left; never the newest, nor what is protected.
+    """Delete the lowest-numbered committed checkpoints until `keep` are left; never the highest, nor what is protected.
 
     A folder that has no manifest is not ours to delete. A deletion first takes the folder out of sight, so that no half of a
     checkpoint stays under its name.
@@ -135,7 +168,8 @@ def rotate(output_dir: str | Path, keep: int, protected: Iterable[str | Path] = 
     failures = []
     for path in deletable[: max(len(folders) - keep, 0)]:
         try:
-            shutil.rmtree(_out_of_sight(path))
+            hidden = _out_of_sight(path, "deleted")
+            hidden.unlink() if hidden.is_symlink() else shutil.rmtree(hidden)
         except OSError as error:
             failures.append(f"{path} could not be deleted ({error.strerror}); it takes up space, training goes on")
     return failures
@@ -146,8 +180,8 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _out_of_sight(folder: Path) -> Path:
-    hidden = folder.with_name(f"_{folder.name}.deleted")
+def _out_of_sight(folder: Path, why: str) -> Path:
+    hidden = folder.with_name(f"_{folder.name}.{why}")
     if hidden.exists():
         shutil.rmtree(hidden)
     os.rename(folder, hidden)

@@ -1,5 +1,6 @@
 """What can be known to fail before any weight is read: one ValueError, one line, that names the value and the fix."""
 
+import importlib.util
 import json
 import math
 import os
@@ -204,6 +205,13 @@ def check_fsdp(model_args, training_args, fsdp: FsdpSettings | None, config) -> 
             f"{parameters * 2 / world / 2**30:.2g} GiB per rank in 16 bit ({parameters / 1e9:.3g}B parameters on {world} "
             "ranks); set fsdp_use_orig_params: false"
         )
+    if "HYBRID" in fsdp.sharding_strategy or fsdp.sharding_strategy in ("4", "5"):
+        if training_args.use_cpu or os.environ.get("LOCAL_WORLD_SIZE", "1") == "1":
+            # FSDP counts accelerators for the size of a machine; with one, every rank would train for itself.
+            raise ValueError(
+                f"fsdp_sharding_strategy: {fsdp.sharding_strategy} shards over the devices of a machine, and there is one: "
+                "use FULL_SHARD"
+            )
     if fsdp.activation_checkpointing and training_args.gradient_checkpointing:
         raise ValueError(
             "activation checkpointing is asked for twice: drop fsdp_activation_checkpointing from the Accelerate config, or "
@@ -215,6 +223,8 @@ def check_fsdp(model_args, training_args, fsdp: FsdpSettings | None, config) -> 
             f"--optim {optimizer} has no sharded state under FSDP (FSDP2 fails at the first step, FSDP1 when it saves a "
             "checkpoint): use --optim adamw_torch_fused; LoRA's optimizer state is small anyway"
         )
+    if optimizer == "adafactor" and fsdp.version == 2:
+        raise ValueError("--optim adafactor mixes sharded and plain tensors under FSDP2: use --optim adamw_torch_fused")
     if fsdp.layer_classes:
         model = loading.meta_model(config, training_args.trust_remote_code)
         for name in fsdp.layer_classes:
@@ -223,6 +233,14 @@ def check_fsdp(model_args, training_args, fsdp: FsdpSettings | None, config) -> 
                     f"fsdp_transformer_layer_cls_to_wrap: {name} is not a module of this {config.model_type} model; its "
                     f"layers are {', '.join(sorted(model._no_split_modules or ['unknown']))}: name those, or drop the key"
                 )
+
+
+# What optimizers of other packages need, by a part of their name.
+OPTIMIZER_PACKAGES = {
+    "schedule_free": "schedulefree", "galore": "galore_torch", "apollo": "apollo_torch", "lomo": "lomo_optim",
+    "grokadamw": "grokadamw", "torch_4bit": "torchao", "torch_8bit": "torchao", "stable": "optimi",
+    "anyprecision": "torchdistx",
+}  # fmt: skip
 
 
 def check_trainer(model_args, training_args, fsdp: FsdpSettings | None) -> None:
@@ -237,6 +255,12 @@ def check_trainer(model_args, training_args, fsdp: FsdpSettings | None) -> None:
         )
     if training_args.save_only_model and fsdp and "SHARDED" in fsdp.state_dict_type:
         raise ValueError("--save_only_model True needs fsdp_state_dict_type: FULL_STATE_DICT in the Accelerate config")
+    optimizer = str(training_args.optim.value if hasattr(training_args.optim, "value") else training_args.optim)
+    for part, package in OPTIMIZER_PACKAGES.items():
+        if part in optimizer and importlib.util.find_spec(package) is None:
+            raise ValueError(
+                f"--optim {optimizer} needs the package {package}: install it, or use --optim adamw_torch_fused"
+            )
     targets = re.split(r"[^\w]+", model_args.lora_target_modules)
     if model_args.use_peft_lora and fsdp and fsdp.version == 1 and "embed_tokens" in targets:
         raise ValueError(
@@ -348,6 +372,7 @@ def find_checkpoint(training_args) -> tuple[str | None, list[str]]:
             raise ValueError(f"--resume_from_checkpoint {value} cannot be used: {problem}; name another, or auto")
         _refuse_finished(Path(value), training_args)
         return value, []
+    checkpoint.recover(output_dir)
     skipped = []
     for _, path in reversed(checkpoint.numbered(output_dir)):
         problem = problem_with_resuming(path)
@@ -383,7 +408,10 @@ def problem_with_resuming(folder: Path) -> str | None:
     problem = checkpoint.problem_with(folder)
     if problem:
         return problem
-    files = checkpoint.manifest_of(folder)["files"]
+    manifest = checkpoint.manifest_of(folder)
+    files, step = manifest["files"], manifest.get("step")
+    if folder.name.startswith("checkpoint-") and folder.name != f"checkpoint-{step}":
+        return f"it is checkpoint-{step} under another name"
     needed = {"trainer_state.json": "step counters", "training_state.json": "schedule and random numbers"}
     missing = [what for name, what in (needed | {"optimizer.safetensors": "optimizer state"}).items() if name not in files]
     return f"it was saved without {', '.join(missing)} (--save_only_model)" if missing else None
@@ -397,7 +425,8 @@ def training_state(folder: Path) -> dict:
 # Arguments that a checkpoint would overrule, or that decide which rows come next: they have to be what they were.
 KEPT_ON_RESUME = (
     "use_peft_lora lora_r lora_alpha lora_target_modules use_dora use_rslora use_4bit_quantization use_8bit_quantization "
-    "learning_rate optim lr_scheduler_type seed data_seed max_length packing packing_strategy train_sampling_strategy"
+    "bnb_4bit_quant_type use_nested_quant model_revision learning_rate optim lr_scheduler_type warmup_steps seed data_seed "
+    "max_length packing packing_strategy train_sampling_strategy"
 ).split()
 
 
@@ -427,15 +456,23 @@ def check_checkpoint(folder: Path, model_args, training_args) -> None:
         )
 
 
-def check_data(folder: str, fingerprint: dict) -> None:
-    """The data of a run against those of the checkpoint it goes on from: other rows would come, or some twice."""
-    was = training_state(Path(folder))["data"]
+def check_data(folder: str, fingerprint: dict, model_args) -> list[str]:
+    """The data of a run against those of the checkpoint it goes on from: other rows would come, or some twice.
+
+    Returns:
+        A line for the health check if the base model has another name: it may have been moved.
+    """
+    state = training_state(Path(folder))
+    was, base = state["data"], state["arguments"]["model_name_or_path"]
     if was != fingerprint:
         raise ValueError(
             f"--resume_from_checkpoint {folder}: the training data are not those it was trained on ({was['rows']} rows and "
             f"{was['tokens']} tokens then, {fingerprint['rows']} and {fingerprint['tokens']} now): give the same "
             "--dataset_name, --splits and --chat_template_format, or start anew in another --output_dir"
         )
+    if base == model_args.model_name_or_path:
+        return []
+    return [f"the base model was {base} when {Path(folder).name} was written; it has to be the same weights"]
 
 
 def check_launch(model_args, training_args, fsdp: FsdpSettings | None, config) -> None:

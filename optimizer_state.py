@@ -88,6 +88,11 @@ def whole_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator
         yield from ((f"{key}.{name}", tensor) for name, tensor in zip(item.names, tensors, strict=True))
 
 
+def moved(model: nn.Module, optimizer: torch.optim.Optimizer) -> set[str]:
+    """The parameters that a gradient has ever reached: a statistic of theirs is not zero. A collective."""
+    return {name.partition(".")[2] for name, state in whole_states(model, optimizer) if state.dim() and state.any()}
+
+
 @torch.no_grad()
 def load(
     model: nn.Module, optimizer: torch.optim.Optimizer, names: set[str], read: Callable[[str], torch.Tensor], rest: dict
@@ -130,3 +135,9 @@ def load(
                 states[index] = state
             index += 1
     optimizer.load_state_dict({"state": states, "param_groups": groups})
+    # torch gives a state its parameter's type, but some optimizers keep float32 for 16-bit parameters.
+    for number, item in enumerate(item for items in held for item in items):
+        for key, value in states.get(number, {}).items():
+            now = optimizer.state[item.parameter][key]
+            if isinstance(value, torch.Tensor) and now.dtype != value.dtype:
+                optimizer.state[item.parameter][key] = value.to(now.device)

@@ -36,6 +36,8 @@ class Preemption(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        # A launcher signals a rank's whole process group, and a data loader's worker that dies of it takes the rank along.
+        os.register_at_fork(after_in_child=lambda: self.before and signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS))
 
     def close(self) -> None:
         """Give the signals back to who had them. Call it when everything is saved."""
@@ -45,7 +47,7 @@ class Preemption(TrainerCallback):
 
     def _note(self, number, frame) -> None:
         now = time.monotonic()
-        if os.getpid() != self.pid:  # a data loader's worker: it ends with its rank
+        if os.getpid() != self.pid:  # a child that was forked in between
             return
         if self.received is None:
             self.received = (number, now)
@@ -86,7 +88,7 @@ class Preemption(TrainerCallback):
             whole_epoch = self.whole_step and float(state.epoch).is_integer()
             self.trainer.evaluation_owed |= control.should_evaluate and whole_epoch
             control.should_log = control.should_log and whole_epoch
-            self.trainer.save_stopped()
+            self.trainer.left_at = "epoch" if whole_epoch else "step"  # it saves once the epoch's log line is written
         if self.leaving or self.trainer.stopped:
             control.should_evaluate = control.should_save = False
 

@@ -50,12 +50,13 @@ def main(argv: list[str] | None = None) -> AdapterSFTTrainer:
         # Check everything that needs no weights.
         training_args.resume_from_checkpoint, skipped = on_main(checks.find_checkpoint, training_args)
         notes += skipped
-        if training_args.should_save:
-            checkpoint.sweep(training_args.output_dir)
         chat.check_template_name(model_args.chat_template_format)
         trust = training_args.trust_remote_code
         config = utils.load_config(model_args.model_name_or_path, model_args.model_revision, trust)
         checks.check_launch(model_args, training_args, fsdp, config)
+        lock = on_main(checkpoint.lock, training_args.output_dir)  # held until this process ends  # noqa: F841
+        if training_args.should_save:
+            checkpoint.sweep(training_args.output_dir)
 
         # Tokenizer and data sets.
         tokenizer, new_token_ids = chat.prepare_tokenizer(
@@ -66,7 +67,7 @@ def main(argv: list[str] | None = None) -> AdapterSFTTrainer:
         notes += data.length_notes(train_dataset, training_args.max_length)
         fingerprint = on_main(data.fingerprint, train_dataset)
         if training_args.resume_from_checkpoint is not None:
-            checks.check_data(training_args.resume_from_checkpoint, fingerprint)
+            notes += checks.check_data(training_args.resume_from_checkpoint, fingerprint, model_args)
         # Embedding rows that no checkpoint fills are trained: of tokens added here, or before without resizing the model.
         unfilled = range(config.get_text_config().vocab_size, len(tokenizer))
         new_token_ids = sorted({*new_token_ids, *unfilled} - {tokenizer.pad_token_id})
@@ -148,12 +149,12 @@ def main(argv: list[str] | None = None) -> AdapterSFTTrainer:
 
 
 def on_main(function, *args):
-    """What `function(*args)` returns on the main process, or the ValueError it raises, on every process."""
+    """What `function(*args)` returns on the main process, or the ValueError or OSError it raises, on every process."""
     answer = [None, None]
     if PartialState().is_main_process:
         try:
             answer = [function(*args), None]
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             answer = [None, str(error)]
     result, error = broadcast_object_list(answer)
     if error is not None:

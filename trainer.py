@@ -14,12 +14,14 @@ The writing process writes all of it; the others take part in gathering, a few m
 import json
 import random
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from accelerate.data_loader import SkipBatchSampler
 from huggingface_hub import upload_folder
 from peft import PeftModel
 from torch import nn
@@ -90,6 +92,17 @@ class Staged:
             raise SaveFailed(failed) from self.error
 
 
+def tell_skipped_loaders_their_remainder() -> None:
+    """Let a loader that skips batches know how the last batch of an epoch is filled up.
+
+    Accelerate 1.15's `SkipBatchSampler` has no batch size, so on a resumed run TRL's metrics of that batch are summed over
+    other rows than on an uninterrupted one. Remove when it has.
+    """
+    for name in ("batch_size", "num_processes", "split_batches"):
+        if not hasattr(SkipBatchSampler, name):
+            setattr(SkipBatchSampler, name, property(lambda self, name=name: getattr(self.batch_sampler, name)))
+
+
 class RestoreCounters(TrainerCallback):
     """Gives the Trainer back, on a resumed run, what it sets to zero when training begins."""
 
@@ -114,12 +127,15 @@ class AdapterSFTTrainer(SFTTrainer):
         self.peft_model = self.model if isinstance(self.model, PeftModel) else None
         self.base_model = self.model if self.peft_model is None else self.peft_model.get_base_model()
         self.keys = adapter.adapter_keys(self.peft_model) if self.peft_model is not None else {}
-        self.resumed: dict | None = None  # training_state.json of the checkpoint that is gone on from
-        self.push_in_progress, self.pushing = None, None  # uploads, and the folder they read
+        self.resumed_from: Path | None = None
+        self.resumed: dict | None = None  # its training_state.json
+        self.push_in_progress, self.pushing = None, []  # uploads, and the folders they read
+        self.left_at: str | None = None  # "step" or "epoch", when the Trainer's loop was left by a signal
         self.stopped = False  # by a signal, before the end of training
         self.evaluation_owed = False  # by a run that was stopped before or in it
         self.at_last_step: dict = {}
         self.add_callback(RestoreCounters(self))
+        tell_skipped_loaders_their_remainder()
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         # A model without memory is filled when it has been sharded (see loading.py); until then nothing can be moved.
@@ -170,15 +186,33 @@ class AdapterSFTTrainer(SFTTrainer):
             layout[self.keys[name]] = types[name]
             if self.args.should_save:
                 digests[self.keys[name]] = adapter.digest(tensor)
-        wrong = [[]]
+        wrong, untrained = [], []
         if self.args.should_save:
             path = Path(self.args.output_dir) / ADAPTER_SAFE_WEIGHTS_NAME
-            wrong = [adapter.check_adapter(path, layout, digests, trained=True)]
-        if dist.is_initialized():
-            dist.broadcast_object_list(wrong, 0)
-        if wrong[0]:
-            more = f" (and {len(wrong[0]) - 1} more)" if len(wrong[0]) > 1 else ""
-            raise adapter.WrongAdapter(f"{self.args.output_dir} was saved, but do not use its adapter: {wrong[0][0]}{more}")
+            wrong, untrained = adapter.check_adapter(path, layout, digests), adapter.untrained(path)
+        wrong, untrained = (
+            sorted({line for rank in self._from_all(lines) for line in rank}) for lines in (wrong, untrained)
+        )
+        if untrained:
+            # A layer that no token reaches (an expert, a part for images) stays as it was. One that was trained does not.
+            moved = optimizer_state.moved(self.model, self.optimizer.optimizer)
+            lost = [key for key in untrained if any(self.keys[name] == key for name in moved)]
+            text = f"lora_B are all zero, as before training (first: {(lost or untrained)[0]})"
+            if lost or len(untrained) == sum(adapter.is_lora_b(key) for key in layout):
+                wrong.append(f"{len(lost or untrained)} {text}: they have learned nothing")
+            elif self.is_world_process_zero():
+                print(f"warning: {len(untrained)} {text}: no gradient ever reached them", flush=True)
+        if wrong:
+            more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+            raise adapter.WrongAdapter(f"{self.args.output_dir} was saved, but do not use its adapter: {wrong[0]}{more}")
+
+    def _from_all(self, mine) -> list:
+        """What every rank says. A collective."""
+        if not dist.is_initialized():
+            return [mine]
+        ranks = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, mine)
+        return ranks
 
     def _write_adapter_config(self, folder: Path) -> None:
         config = self.peft_model.active_peft_config
@@ -190,15 +224,12 @@ class AdapterSFTTrainer(SFTTrainer):
         step = self.state.global_step
         folder = Path(self.args.output_dir) / f"checkpoint-{step}"
         self.store_flos()
-        if self.state.best_global_step:
-            best = folder.with_name(f"checkpoint-{self.state.best_global_step}")
-            if best == folder or best.is_dir():
-                self.state.best_model_checkpoint = str(best)
+        self._note_best(saving=step)
         ranks = self._gather_rank_states(self.at_last_step if self.stopped else self._rank_state())
 
         staged = Staged(checkpoint.partial_of(folder), self.args.should_save)
         self._write_model(staged)
-        if not self.args.save_only_model:
+        if not self.args.save_only_model or self.stopped:  # what is stopped has to be gone on with
             self._write_optimizer(staged)
             staged.do(self._write_training_state, staged.partial, ranks)
         staged.do(self._write_trainer_state, staged.partial)
@@ -207,10 +238,16 @@ class AdapterSFTTrainer(SFTTrainer):
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(folder))
         if self.args.should_save and self.args.save_total_limit:
-            busy = [self.pushing] if self.pushing is not None and not self.push_in_progress.is_done() else []
+            busy = self.pushing if self.push_in_progress is not None and not self.push_in_progress.is_done() else []
             best = [self.state.best_model_checkpoint] if self.state.best_model_checkpoint else []
-            for line in checkpoint.rotate(self.args.output_dir, self.args.save_total_limit, [*busy, *best]):
+            for line in checkpoint.rotate(self.args.output_dir, self.args.save_total_limit, [folder, *busy, *best]):
                 print(f"warning: {line}", flush=True)
+
+    def _note_best(self, saving: int | None = None) -> None:
+        best = self.state.best_global_step
+        folder = Path(self.args.output_dir) / f"checkpoint-{best}"
+        if best and (best == saving or folder.is_dir()):
+            self.state.best_model_checkpoint = str(folder)
 
     def _write_optimizer(self, staged: Staged) -> None:
         optimizer = self.optimizer.optimizer
@@ -270,6 +307,7 @@ class AdapterSFTTrainer(SFTTrainer):
             "metrics": {key: list(values) for key, values in self._metrics["train"].items()},
             "num_tokens": self._total_train_tokens,
             "flos": self.current_flos,
+            "input_tokens": self.state.num_input_tokens_seen,
         }
         if self.args.device.type not in ("cpu", "mps"):
             state["device"] = torch.get_device_module(self.args.device).get_rng_state()
@@ -280,11 +318,7 @@ class AdapterSFTTrainer(SFTTrainer):
         kind, keys, *rest = mine["numpy"]
         mine = mine | {"numpy": [kind, keys.tolist(), *rest], "loss": mine["loss"].item()}
         mine |= {key: mine[key].cpu().numpy().tobytes().hex() for key in ("torch", "device") if key in mine}
-        ranks = [mine]
-        if dist.is_initialized():
-            ranks = [None] * dist.get_world_size()
-            dist.all_gather_object(ranks, mine)
-        return ranks
+        return self._from_all(mine)
 
     def _evaluate(self, *args, **kwargs):
         # An evaluation draws random numbers; if it is left, the run goes on from before it.
@@ -300,12 +334,16 @@ class AdapterSFTTrainer(SFTTrainer):
             self.save_stopped()
         else:
             # A stop may come in the middle of a step, whose part is then lost: it is from here that the run goes on.
-            self.at_last_step = self._rank_state()
+            if self.left_at != "step":
+                self.at_last_step = self._rank_state()
+            if self.left_at is not None and not self.stopped:
+                self.save_stopped()
 
     def save_stopped(self) -> None:
         """Save the last whole step of a run that was asked to stop, unless that checkpoint is there. A collective."""
         self.stopped = self.control.should_training_stop = True
         self.current_flos = self.at_last_step["flos"]
+        self.state.num_input_tokens_seen = self.at_last_step["input_tokens"]
         folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
         there = [not self.evaluation_owed and checkpoint.problem_with(folder) is None]
         if dist.is_initialized():
@@ -315,10 +353,15 @@ class AdapterSFTTrainer(SFTTrainer):
         self._say_stopped()
 
     def _say_stopped(self) -> None:
-        if self.is_world_process_zero():
-            step = self.state.global_step
-            kept = f"{self.args.output_dir}/checkpoint-{step} is committed" if step else "there is nothing to save yet"
-            print(f"stopped at step {step}: {kept}; go on with --resume_from_checkpoint auto", flush=True)
+        if not self.is_world_process_zero():
+            return
+        step = self.state.global_step
+        folder = Path(self.args.output_dir) / f"checkpoint-{step}"
+        if step and not folder.is_dir():  # it came from elsewhere, and nothing has been trained since
+            folder = self.resumed_from
+        kept = f"{folder} is committed" if step else "there is nothing to save yet"
+        value = folder if folder.parent.resolve() != Path(self.args.output_dir).resolve() else "auto"
+        print(f"stopped at step {step}: {kept}; go on with --resume_from_checkpoint {value}", flush=True)
 
     # ---- Resuming ----
 
@@ -388,6 +431,7 @@ class AdapterSFTTrainer(SFTTrainer):
         if self.evaluation_owed:
             self.evaluation_owed = False
             self._determine_best_metric(self._evaluate(None, None), None)
+            self._note_best()
 
     def restore_counters(self) -> None:
         """Sums since the last log line and tokens seen, on the first step of a resumed run."""
@@ -400,13 +444,33 @@ class AdapterSFTTrainer(SFTTrainer):
             self._globalstep_last_logged = mine["logged_step"]
             self._metrics["train"].update(mine["metrics"])
             self._total_train_tokens = self.resumed["num_tokens"]
+            self.state.compute_steps(self.args, self.state.max_steps)  # the Trainer keeps those of the checkpoint
             self.evaluation_owed = self.resumed["evaluation_owed"] and self.args.eval_strategy != "no"
         self.at_last_step = self._rank_state()
 
-    def train(self, *args, **kwargs):
+    def _init_training_state(self, *args, **kwargs) -> tuple[int, int]:
+        best = None
+        if self.resumed_from is not None:
+            best = json.loads((self.resumed_from / TRAINER_STATE).read_text(encoding="utf-8"))["best_model_checkpoint"]
+        epochs_trained, batches = super()._init_training_state(*args, **kwargs)
+        if best is not None and self.state.best_model_checkpoint is None:
+            moved = self.resumed_from.with_name(Path(best).name)
+            if moved.is_dir():
+                self.state.best_model_checkpoint = str(moved)
+            else:
+                self.state.best_metric = self.state.best_global_step = None
+                if self.is_world_process_zero():
+                    print(f"warning: {best}, the best so far, is gone: the best of what comes is kept", flush=True)
+        # The Trainer asks whether the last step is done only after another one.
+        return (sys.maxsize, 0) if self.state.global_step >= self.state.max_steps else (epochs_trained, batches)
+
+    def train(self, resume_from_checkpoint: str | None = None, **kwargs):
+        if resume_from_checkpoint is not None:
+            self.resumed_from = Path(resume_from_checkpoint)
+            self.args.eval_on_start = False  # that was at the start
         try:
-            return super().train(*args, **kwargs)
-        except StopEvaluation:  # in one that comes before the first step: the checkpoint that was resumed from still is it
+            return super().train(resume_from_checkpoint, **kwargs)
+        except StopEvaluation:  # in one that comes before the first step
             self.stopped = True
             self._say_stopped()
 
@@ -418,6 +482,13 @@ class AdapterSFTTrainer(SFTTrainer):
         limit, best = self.args.save_total_limit, self.args.load_best_model_at_end
         self.args.save_total_limit = None
         self.args.load_best_model_at_end = best and not self.stopped
+        # The sum of the losses is the whole run's, and the Trainer divides it by the steps of this session.
+        here = max(self.state.global_step - self._initial_global_step, 0.001)
+        total = self._total_loss_scalar + self._tr_loss.item()
+        self._tr_loss, self._total_loss_scalar = (
+            torch.zeros_like(self._tr_loss),
+            total * here / max(self.state.global_step, 1),
+        )
         try:
             return super()._finalize_training(*args, **kwargs)
         finally:
@@ -444,10 +515,10 @@ class AdapterSFTTrainer(SFTTrainer):
             place = "last-checkpoint" if self.args.hub_strategy == HubStrategy.CHECKPOINT else folder.name
             jobs.append(upload_folder(commit_message=f"{message}, checkpoint", path_in_repo=place, **common))
         if self.push_in_progress is None or self.push_in_progress.is_done():
-            self.push_in_progress = PushInProgress(jobs)
+            self.push_in_progress, self.pushing = PushInProgress(jobs), []
         else:
             self.push_in_progress.jobs.extend(jobs)
-        self.pushing = folder
+        self.pushing.append(folder)
 
     def _report_pushes(self) -> None:
         # The Trainer waits for its uploads and never asks how they ended.

@@ -167,7 +167,9 @@ def record_batches(trainer_class) -> None:
     def recording(self, model, inputs, *args, **kwargs):
         rows = [
             hashlib.sha256(ids[mask.bool()].numpy().tobytes()).hexdigest()[:12]
-            for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
+            for ids, mask in zip(
+                inputs["input_ids"], inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])), strict=True
+            )
         ]
         FACTS.setdefault("batches", []).append([self.state.global_step, rows])
         return step(self, model, inputs, *args, **kwargs)

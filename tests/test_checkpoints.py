@@ -188,11 +188,13 @@ def test_the_adapter_that_is_loaded_is_the_one_that_was_saved(resumed, assets, t
         folder = tmp_path / f"{world}"
         shutil.copytree(resumed.out / "qlora-fsdp2" / "checkpoint-10", folder / "checkpoint-10")
         change = dict(use_4bit_quantization=True, max_steps=10, gradient_accumulation_steps=accumulation, **FOUR_BIT)
+        change["save_steps"] = 1  # a step that is not to be done would leave a checkpoint
         launches.add(f"{world}", flags(assets, folder, **change, resume_from_checkpoint="auto"), env, world)
     launches.run().assert_ended_well()
     for world in (1, 4):
         saved, again = (load_file(f / FILES[0]) for f in (tmp_path / f"{world}" / "checkpoint-10", tmp_path / f"{world}"))
         assert set(saved) == set(again) and all(torch.equal(saved[key], again[key]) for key in saved)
+        assert [step for step, _ in checkpoint.numbered(tmp_path / f"{world}")] == [10], "a finished run trained on"
 
 
 # ---- Faults and signals ----
@@ -219,6 +221,7 @@ FAULTS = {
     "no-space-for-manifest": {"at": "commit", "ranks": [0], "do": "ENOSPC"},
     "read-only": {"at": "begin", "ranks": [0], "do": "EROFS"},
     "raise-in-training": {"at": "training", "ranks": [1], "do": "raise"},
+    "raise-with-workers": {"at": "training", "ranks": [1], "do": "raise"},
     "raise-in-save": {"at": "_write_training_state", "ranks": [0], "do": "raise"},
     "raise-in-save-elsewhere": {"at": "begin", "ranks": [1], "do": "raise"},
 }
@@ -240,6 +243,7 @@ def interrupted(assets, tmp_path_factory):
     for name, fault in (FAULTS | SIGNALS).items():
         env = FSDP1 if name in ("term-in-a-step", "kill-1-before-optimizer") else FSDP2
         argv = flags(assets, launches.out / name, **COMMON | {"max_steps": 9}, resume_from_checkpoint="auto")
+        argv += ["--dataloader_num_workers", "1"] if name == "raise-with-workers" else []
         step = fault.get("step", 6 if name in FAULTS else 4)
         launches.add(name, argv, env, fault=fault | {"step": step})
         if not name.startswith("kill-2"):  # what those leave is what the death of one rank leaves
@@ -266,6 +270,8 @@ def test_a_fault_ends_every_rank_and_costs_no_committed_checkpoint(interrupted, 
     # The run that went on started from the last committed checkpoint and became the uninterrupted one.
     assert set(interrupted.codes(f"{name}-rest")) == {0}, interrupted.text(f"{name}-rest")[-3000:]
     assert went_on_from(interrupted.text(f"{name}-rest")) == committed
+    if name == "raise-with-workers":  # its arguments differ
+        return
     for step in (3, 6, 9):
         same_state(folder / f"checkpoint-{step}", reference / f"checkpoint-{step}")
     assert (folder / FILES[0]).read_bytes() == (reference / FILES[0]).read_bytes()
@@ -314,6 +320,59 @@ def test_no_space_on_a_real_disk(assets, tmp_path):
     found = [path.name for _, path in checkpoint.numbered(keep)]
     assert found and all(checkpoint.problem_with(keep / name) is None for name in found)
     assert not list(keep.glob("_*")), "a save that failed still takes up the space"
+
+
+# ---- What a run does once an epoch ----
+
+EPOCHS = dict(
+    splits="train[:61],test", eval_strategy="epoch", save_strategy="epoch", logging_strategy="epoch", num_train_epochs=2,
+    load_best_model_at_end=True, lr_scheduler_type="constant", include_num_input_tokens_seen="all",
+)  # fmt: skip
+STOPS = {
+    "in-a-step": {"at": "micro-batch", "ranks": [0], "step": 11, "do": "SIGTERM"},
+    "before-log-and-evaluation": {"at": "training", "ranks": [1], "step": 8, "do": "SIGTERM"},
+    "in-the-last-evaluation": {"at": "evaluation", "ranks": [0], "step": 16, "do": "SIGTERM"},
+}
+
+
+@pytest.fixture(scope="module")
+def epochs(assets, tmp_path_factory):
+    """61 rows, so that the last batch of an epoch is filled up; 8 steps to an epoch; DDP."""
+    launches = Launches(tmp_path_factory.mktemp("epochs"))
+    launches.add("whole", flags(assets, launches.out / "whole", **EPOCHS), NO_FSDP)
+    for name, fault in STOPS.items():
+        argv = flags(assets, launches.out / name, **EPOCHS, resume_from_checkpoint="auto", eval_on_start=True)
+        argv += ["--save_only_model", "True"] if name == "in-a-step" else []
+        launches.add(name, argv, NO_FSDP, fault=fault)
+        launches.add(f"{name}-rest", argv, NO_FSDP)
+    launches.run().assert_ended_well()
+    return launches
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_epochs_go_on_with_their_log_evaluation_and_best_model(epochs, name):
+    whole, stopped = epochs.out / "whole", epochs.out / name
+    rows = []
+    for folder in (whole, stopped):
+        history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+        history = [row for row in history if row["step"] > 0]  # the evaluation at the start is not in the whole run
+        rows.append([{k: v for k, v in row.items() if not k.endswith(("runtime", "per_second"))} for row in history])
+    last = [kind.pop() for kind in rows]
+    assert rows[0] == rows[1] and [row["step"] for row in rows[0]] == [8, 8, 16, 16]
+    assert last[0]["train_loss"] == pytest.approx(last[1]["train_loss"], rel=1e-6)
+    assert (whole / FILES[0]).read_bytes() == (stopped / FILES[0]).read_bytes(), "not the best model"
+    assert f"checkpoint-{STOPS[name]['step']} is committed" in epochs.text(name)
+
+
+def test_a_finished_run_that_is_started_again_saves_the_same(epochs, assets, tmp_path):
+    folder = tmp_path / "whole"
+    shutil.copytree(epochs.out / "whole", folder)
+    (folder / FILES[0]).unlink()
+    launches = Launches(tmp_path)
+    launches.add("whole", flags(assets, folder, **EPOCHS, resume_from_checkpoint="auto"), NO_FSDP)
+    launches.run().assert_ended_well()
+    assert (folder / FILES[0]).read_bytes() == (epochs.out / "whole" / FILES[0]).read_bytes(), "the best was not found"
+    assert [step for step, _ in checkpoint.numbered(folder)] == [8, 16]
 
 
 # ---- The Hub, and training every weight ----
@@ -421,20 +480,22 @@ def wait_for(path: Path, process: subprocess.Popen, log: Path, seconds: int = 12
     raise AssertionError(f"{path} did not appear: {log.read_text()[-3000:]}")
 
 
-def test_ctrl_c_reaches_launcher_and_ranks_and_is_one_request(assets, tmp_path):
-    """A terminal signals the whole process group, and the launcher passes it on once more."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_launcher_ranks_and_workers_is_one_request(assets, tmp_path, number):
+    """A terminal or a scheduler signals a whole process group, data loader workers too, and the launcher does once more."""
     out, log = tmp_path / "out", tmp_path / "log.txt"
     argv = flags(assets, out, save_steps=2, max_steps=2000, logging_steps=1000, save_total_limit=2)
+    argv += ["--dataloader_num_workers", "2"]
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file"]
     command += [ROOT / "configs" / "fsdp2_config_cpu.yaml", "--num_processes", 2, "--main_process_port", free_port()]
     process = start([*command, "train.py", *argv], log)
     wait_for(out / "checkpoint-6", process, log)
-    os.killpg(process.pid, signal.SIGINT)
+    os.killpg(process.pid, number)
     process.wait(120)
     text = log.read_text()
     step = re.search(r"stopped at step (\d+): .* is committed", text)
     assert step, text[-3000:]
-    assert text.count("SIGINT: stopping") == 1
+    assert text.count(f"{signal.Signals(number).name}: stopping") == 1
     newest = checkpoint.numbered(out)[-1]
     assert newest[0] == int(step[1]) and checkpoint.problem_with(newest[1]) is None
     assert json.loads((out / "run.json").read_text())["status"] == "stopped"
@@ -554,6 +615,47 @@ def test_rotation_keeps_the_newest_the_protected_and_what_is_not_ours(good, tmp_
     assert [step for step, _ in checkpoint.numbered(tmp_path)] == [4, 5]
 
 
+def test_rotation_never_takes_the_checkpoint_that_was_just_saved(good, assets, tmp_path):
+    """A damaged checkpoint of a higher number is not the newest good one."""
+    shutil.copytree(good, tmp_path / "out")
+    damage(tmp_path / "out" / "checkpoint-4" / FILES[0], "truncated")
+    launches = Launches(tmp_path)
+    change = dict(save_steps=3, max_steps=3, save_total_limit=1, resume_from_checkpoint="auto")
+    launches.add("out", flags(assets, tmp_path / "out", **change), NO_FSDP, 1)
+    launches.run().assert_ended_well()
+    assert checkpoint.problem_with(tmp_path / "out" / "checkpoint-3") is None
+
+
+def test_a_replacement_that_was_interrupted_is_finished(good, tmp_path):
+    for complete in (True, False):
+        output = tmp_path / str(complete)
+        shutil.copytree(good / "checkpoint-2", output / "_checkpoint-4.replaced")
+        shutil.copytree(good / "checkpoint-4", output / "_checkpoint-4.partial")
+        if not complete:
+            (output / "_checkpoint-4.partial" / "manifest.json").unlink()
+        checkpoint.recover(output)
+        checkpoint.sweep(output)
+        source = good / ("checkpoint-4" if complete else "checkpoint-2")
+        assert [path.name for path in output.iterdir()] == ["checkpoint-4"]
+        assert (output / "checkpoint-4" / FILES[0]).read_bytes() == (source / FILES[0]).read_bytes()
+
+
+def test_one_run_at_a_time_in_an_output_folder(tmp_path):
+    held = checkpoint.lock(tmp_path)
+    code = f"import checkpoint; checkpoint.lock({str(tmp_path)!r})"
+    second = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert "another run is writing there" in second.stderr
+    os.close(held)
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_a_copy_under_another_number_is_not_that_checkpoint(good, tmp_path):
+    shutil.copytree(good / "checkpoint-2", tmp_path / "checkpoint-7")
+    shutil.copytree(good / "checkpoint-4", tmp_path / "checkpoint-4")
+    found, skipped = checks.find_checkpoint(Arguments(tmp_path))
+    assert found == str(tmp_path / "checkpoint-4") and "it is checkpoint-2 under another name" in skipped[0]
+
+
 def test_a_commit_replaces_a_damaged_checkpoint_only_when_it_is_complete(good, tmp_path, monkeypatch):
     folder = tmp_path / "checkpoint-4"
     shutil.copytree(good / "checkpoint-2", folder)
@@ -569,6 +671,20 @@ def test_a_commit_replaces_a_damaged_checkpoint_only_when_it_is_complete(good, t
     checkpoint.commit(partial, folder)
     assert (folder / FILES[0]).read_bytes() == (good / "checkpoint-4" / FILES[0]).read_bytes()
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-4"]
+    # If the second of its two renames fails, the first is taken back.
+    shutil.copytree(good / "checkpoint-2", partial)
+    (partial / "manifest.json").unlink()
+    rename = os.rename
+
+    def fails_once(source, target):
+        if Path(source) == partial:
+            raise OSError(5, "Input/output error")
+        rename(source, target)
+
+    monkeypatch.setattr(checkpoint.os, "rename", fails_once)
+    with pytest.raises(OSError, match="Input/output"):
+        checkpoint.commit(partial, folder)
+    assert (folder / FILES[0]).read_bytes() == (good / "checkpoint-4" / FILES[0]).read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -577,6 +693,7 @@ def test_a_commit_replaces_a_damaged_checkpoint_only_when_it_is_complete(good, t
         ("holds checkpoint-4 of an earlier run: add --resume_from_checkpoint auto", {"resume_from_checkpoint": "False"}),
         ("checkpoint-4 beside it is newer and good", {"resume_from_checkpoint": "{good}/checkpoint-2"}),
         ("was trained with --learning_rate 0.01, now it is 0.001", {"learning_rate": 1e-3}),
+        ("was trained with --warmup_steps 0, now it is 2", {"warmup_steps": 2}),
         ("was trained with --seed 42, now it is 7", {"seed": 7}),
         ("was trained with --lora_target_modules all-linear, now it is q_proj", {"lora_target_modules": "q_proj"}),
         ("was trained on 4 rows for each step, now it would be 2: with 1 processes use --gradient_accumulation_steps 2", {"gradient_accumulation_steps": 1}),

@@ -81,6 +81,9 @@ Q8 = ["--use_8bit_quantization", "True"]
         ("padding_free True does not cut", ["--padding_free", "True"], {}, "fp32"),
         ("needs fsdp_state_dict_type: FULL_STATE_DICT", ["--save_only_model", "True"], FSDP2, "fp32"),
         ("push_to_hub needs a login", ["--push_to_hub", "True"], {}, "fp32"),
+        ("adafactor mixes sharded and plain", ["--optim", "adafactor"], FSDP2, "fp32"),
+        ("schedule_free_adamw needs the package schedulefree", ["--optim", "schedule_free_adamw"], {}, "fp32"),
+        ("HYBRID_SHARD shards over the devices of a machine, and there is one: use FULL_SHARD", [], {**FSDP1, "FSDP_SHARDING_STRATEGY": "HYBRID_SHARD"}, "fp32"),
         ("lion_32bit has no sharded state", ["--optim", "lion_32bit"], FSDP2, "fp32"),
     ],
 )  # fmt: skip
