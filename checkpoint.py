@@ -6,6 +6,7 @@
 Nothing in this file knows what is in the files. It needs no torch and talks to no other rank.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -102,6 +103,8 @@ def lock(output_dir: str | Path):
         raise ValueError(f"--output_dir {output_dir}: another run is writing there; wait for it, or name another") from None
     except OSError:  # a file system without locks
         pass
+    # A child that outlives its process, such as a data loader's worker of a rank that was killed, must not keep the lock.
+    os.register_at_fork(after_in_child=lambda: _close_quietly(descriptor))
     return descriptor
 
 
@@ -186,6 +189,11 @@ def _out_of_sight(folder: Path, why: str) -> Path:
         shutil.rmtree(hidden)
     os.rename(folder, hidden)
     return hidden
+
+
+def _close_quietly(descriptor: int) -> None:
+    with contextlib.suppress(OSError):
+        os.close(descriptor)
 
 
 def _seal(manifest: dict) -> str:
