@@ -1,10 +1,12 @@
-"""Stop on SIGTERM or SIGINT at a step that all ranks agree on, with a checkpoint to go on from.
+"""Stop on SIGTERM or SIGINT at a step that all ranks agree on, with a checkpoint to go on from; start again after a crash.
 
 A signal reaches one rank, or all of them at different moments. Each rank only notes it; after every micro-batch, and every
 batch of an evaluation, the ranks compare notes, so they leave the same step together. What is saved is the last whole step.
 A second signal ends the process at once; what has been committed is not touched by that.
 """
 
+import functools
+import importlib
 import os
 import signal
 import time
@@ -19,6 +21,27 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # A launcher passes on the signal that the terminal or the scheduler has sent to the whole process group already, so two
 # within this time are one request.
 SAME_REQUEST_SECONDS = 3.0
+
+
+def give_restarts_a_store_of_their_own() -> None:
+    """Let ranks that torchrun has started again find each other, and not the addresses of the ranks before them.
+
+    torch 2.13's agent keeps one store for all attempts, with the keys of each under the same names, so whichever new rank
+    looks first gets a dead one's address and hangs. Several nodes may not agree on the count of restarts, so there the
+    launcher has to be told, with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1. Call it before the process group exists. Remove when
+    the attempts are told apart again.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
+        return
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")  # the package has a function of this name
+    create = rendezvous._create_c10d_store
+
+    @functools.wraps(create)
+    def create_for_this_attempt(*args, **kwargs):
+        return dist.PrefixStore(f"attempt_{attempt}", create(*args, **kwargs))
+
+    rendezvous._create_c10d_store = create_for_this_attempt
 
 
 class Preemption(TrainerCallback):

@@ -31,7 +31,7 @@ import utils
 from adapter import WrongAdapter
 from errors import fail, one_line_errors
 from health import HealthCheck
-from preemption import Preemption
+from preemption import Preemption, give_restarts_a_store_of_their_own
 from trainer import AdapterSFTTrainer, SaveFailed
 
 
@@ -42,6 +42,7 @@ def main(argv: list[str] | None = None) -> AdapterSFTTrainer:
         fsdp = checks.FsdpSettings.from_environment()
         checks.check_processes(command.use_cpu, fsdp)
         notes = cpu_fsdp.enable(command.use_cpu)
+        give_restarts_a_store_of_their_own()
         model_args, data_args, training_args = command.build()
         checks.check_world(PartialState().num_processes)
         notes += checks.settle_mixed_precision(training_args)

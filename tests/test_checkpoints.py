@@ -199,7 +199,17 @@ def test_the_adapter_that_is_loaded_is_the_one_that_was_saved(resumed, assets, t
 
 # ---- Faults and signals ----
 
-COMMON = dict(save_steps=3, eval_strategy="steps", eval_steps=3, splits="train,test", max_steps=8, logging_steps=2)
+# Faults after which a second run is started too. What the others leave behind is compared byte by byte only.
+GOES_ON = ["kill-1-before-model", "kill-1-before-optimizer", "kill-1-before-commit", "kill-after-rename", "raise-with-workers", "no-space-for-model"]  # fmt: skip
+COMMON = dict(
+    gradient_checkpointing=False,
+    save_steps=3,
+    eval_strategy="steps",
+    eval_steps=3,
+    splits="train,test",
+    max_steps=8,
+    logging_steps=2,
+)
 BEFORE = {  # what a save is about to do, by the name of the function that does it
     "model": "begin",
     "optimizer": "TensorWriter",
@@ -246,7 +256,7 @@ def interrupted(assets, tmp_path_factory):
         argv += ["--dataloader_num_workers", "1"] if name == "raise-with-workers" else []
         step = fault.get("step", 6 if name in FAULTS else 4)
         launches.add(name, argv, env, fault=fault | {"step": step})
-        if not name.startswith("kill-2"):  # what those leave is what the death of one rank leaves
+        if name in GOES_ON or name in SIGNALS:
             launches.add(f"{name}-rest", argv, env)
     argv = flags(assets, launches.out / "twice", **COMMON)
     launches.add("twice", argv, FSDP2, fault={"at": "training", "ranks": [0], "step": 4, "do": "SIGTERM twice"})
@@ -264,7 +274,7 @@ def test_a_fault_ends_every_rank_and_costs_no_committed_checkpoint(interrupted, 
             line = interrupted.text(name, rank).strip().splitlines()[-1]
             assert re.search(r"error.*: .*checkpoint-6 was not saved \((No space|Read-only).*\)", line), line
     committed = 6 if name == "kill-after-rename" else 3
-    if name.startswith("kill-2"):
+    if name not in GOES_ON:
         assert checks.find_checkpoint(Arguments(folder)) == (str(folder / "checkpoint-3"), [])
         return same_state(folder / "checkpoint-3", reference / "checkpoint-3")
     # The run that went on started from the last committed checkpoint and became the uninterrupted one.
@@ -479,9 +489,9 @@ def wait_for(path: Path, process: subprocess.Popen, log: Path, seconds: int = 12
     raise AssertionError(f"{path} did not appear: {log.read_text()[-3000:]}")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_launcher_ranks_and_workers_is_one_request(assets, tmp_path, number):
-    """A terminal or a scheduler signals a whole process group, data loader workers too, and the launcher does once more."""
+def test_a_signal_to_launcher_ranks_and_workers_is_one_request(assets, tmp_path):
+    """A terminal signals the whole process group, and the launcher passes it on to the same processes once more."""
+    number = signal.SIGINT
     out, log = tmp_path / "out", tmp_path / "log.txt"
     argv = flags(assets, out, save_steps=2, max_steps=2000, logging_steps=1000, save_total_limit=2)
     argv += ["--dataloader_num_workers", "2"]
@@ -501,11 +511,49 @@ def test_a_signal_to_launcher_ranks_and_workers_is_one_request(assets, tmp_path,
     assert len(checkpoint.numbered(out)) == 2, "the limit was not kept"
 
 
+SRUN = """#!/usr/bin/env python3
+import os, sys
+os.setsid()  # SLURM signals the job's steps, not its script
+os.environ["SLURM_NODEID"] = "0"
+open(os.environ["STEP"], "w").write(str(os.getpid()))
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
+SCONTROL = """#!/usr/bin/env bash
+[ "$1" = show ] && echo 127.0.0.1 || echo "$@" >>"$REQUEUED"
+"""
+
+
+def test_slurm_queues_a_stopped_run_again_until_it_is_finished(assets, tmp_path):
+    """`run_slurm.sh` with an srun and an scontrol of our own, which do what SLURM's do on one node."""
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    out, log, step, requeued = (tmp_path / name for name in ("out", "log.txt", "step", "requeued"))
+    env = {
+        "PATH": f"{tmp_path}{os.pathsep}{environment()['PATH']}", "CONFIG": "configs/fsdp2_config_cpu.yaml", "PORT": free_port(),
+        "SLURM_NNODES": "1", "SLURM_GPUS_ON_NODE": "2", "SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "here",
+        "STEP": str(step), "REQUEUED": str(requeued),
+    }  # fmt: skip
+    argv = flags(assets, out, save_steps=2, max_steps=40, logging_steps=1000, dataloader_num_workers=1)
+    process = start(["bash", "run_slurm.sh", *argv], log, **env)
+    wait_for(out / "checkpoint-2", process, log)
+    os.killpg(int(step.read_text()), signal.SIGTERM)
+    process.wait(120)
+    assert requeued.read_text() == "requeue 77\n", log.read_text()[-3000:]
+    stopped = json.loads((out / "run.json").read_text())
+    assert stopped["status"] == "stopped" and checkpoint.problem_with(out / f"checkpoint-{stopped['step']}") is None
+    process = start(["bash", "run_slurm.sh", *argv], log, **env | {"PORT": free_port()})
+    assert process.wait(120) == 0, log.read_text()[-3000:]
+    assert went_on_from(log.read_text()) == stopped["step"]
+    assert json.loads((out / "run.json").read_text())["status"] == "finished"
+    assert requeued.read_text() == "requeue 77\n"
+
+
 def test_torchrun_starts_again_after_a_rank_was_killed(assets, tmp_path):
     out, log = tmp_path / "out", tmp_path / "log.txt"
     argv = flags(assets, out, save_steps=2, max_steps=60, logging_steps=1000, save_total_limit=3)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2, "--max-restarts", 1]
-    command += ["train.py", *argv, "--resume_from_checkpoint", "auto"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", 2, "--max-restarts", 1]
+    command += ["--master_port", free_port(), "train.py", *argv, "--resume_from_checkpoint", "auto"]
     process = start(command, log, **FSDP2)
     wait_for(out / "checkpoint-4", process, log)
     children = subprocess.run(["pgrep", "-P", str(process.pid), "-f", "train.py"], capture_output=True, text=True).stdout
