@@ -6,7 +6,6 @@
 Nothing in this file knows what is in the files. It needs no torch and talks to no other rank.
 """
 
-import contextlib
 import fcntl
 import hashlib
 import json
@@ -17,6 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 MANIFEST = "manifest.json"
+_locked: dict[Path, int] = {}  # folders that this process keeps for itself, and what holds them
 
 
 def partial_of(folder: Path) -> Path:
@@ -88,14 +88,17 @@ def recover(output_dir: str | Path) -> None:
             os.rename(partial_of(folder) if whole else replaced, folder)
 
 
-def lock(output_dir: str | Path):
-    """Keep a second run out of an output folder for as long as what is returned is kept. The kernel frees it at exit.
+def lock(output_dir: str | Path) -> None:
+    """Keep a second run out of an output folder until this process ends, however it does. Asked again, it has it already.
 
     Raises:
         ValueError: another process has it.
     """
-    Path(output_dir).mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(output_dir, os.O_RDONLY)
+    folder = Path(output_dir).resolve()
+    if folder in _locked:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -104,8 +107,8 @@ def lock(output_dir: str | Path):
     except OSError:  # a file system without locks
         pass
     # A child that outlives its process, such as a data loader's worker of a rank that was killed, must not keep the lock.
-    os.register_at_fork(after_in_child=lambda: _close_quietly(descriptor))
-    return descriptor
+    os.register_at_fork(after_in_child=lambda: os.close(descriptor))
+    _locked[folder] = descriptor
 
 
 def move_into(partial: Path, folder: Path) -> None:
@@ -189,11 +192,6 @@ def _out_of_sight(folder: Path, why: str) -> Path:
         shutil.rmtree(hidden)
     os.rename(folder, hidden)
     return hidden
-
-
-def _close_quietly(descriptor: int) -> None:
-    with contextlib.suppress(OSError):
-        os.close(descriptor)
 
 
 def _seal(manifest: dict) -> str:

@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> AdapterSFTTrainer:
         trust = training_args.trust_remote_code
         config = utils.load_config(model_args.model_name_or_path, model_args.model_revision, trust)
         checks.check_launch(model_args, training_args, fsdp, config)
-        lock = on_main(checkpoint.lock, training_args.output_dir)  # held until this process ends  # noqa: F841
+        on_main(checkpoint.lock, training_args.output_dir)
         if training_args.should_save:
             checkpoint.sweep(training_args.output_dir)
 

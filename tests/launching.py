@@ -66,3 +66,36 @@ def probe(
         case["name"]: [json.loads((out / f"{case['name']}.rank{rank}.json").read_text()) for rank in range(processes)]
         for case in cases
     }
+
+
+class Launches:
+    """Cases for tests/forked.py, and what came of them."""
+
+    def __init__(self, out: Path):
+        self.out, self.cases = out, []
+
+    def add(self, name: str, argv: list, env: dict, world: int = 2, **more) -> Path:
+        self.cases.append({"name": name, "argv": argv, "env": env, "world": world, **more})
+        return self.out / name
+
+    def run(self, prefix: tuple = (), timeout: int = 900) -> "Launches":
+        plan = self.out / "plan.json"
+        plan.write_text(json.dumps({"cases": self.cases, "out": self.out}, default=str))
+        run([*prefix, sys.executable, ROOT / "tests" / "forked.py", plan], timeout=timeout)
+        return self
+
+    def exits(self, name: str) -> dict:
+        return json.loads((self.out / f"{name}.exit.json").read_text())
+
+    def codes(self, name: str) -> list:
+        return self.exits(name)["codes"]
+
+    def text(self, name: str, rank: int = 0) -> str:
+        return (self.out / f"{name}.rank{rank}.txt").read_text()
+
+    def facts(self, name: str) -> list[dict]:
+        return [json.loads(path.read_text()) for path in sorted(self.out.glob(f"{name}.rank*.json"))]
+
+    def assert_ended_well(self) -> None:
+        for case in self.cases:
+            assert set(self.codes(case["name"])) == {0}, f"{case['name']}: {self.text(case['name'])[-3000:]}"

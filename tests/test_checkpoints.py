@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import checkpoint
 import checks
-from launching import ROOT, environment, free_port, run
+from launching import ROOT, environment, free_port
 from strategies import FSDP1, FSDP2, NO_FSDP, assert_sharded
 
 FILES = ("adapter_model.safetensors", "optimizer.safetensors", "training_state.json", "trainer_state.json")
@@ -38,39 +38,6 @@ def flags(assets, out, **extra) -> list[str]:
         "output_dir": out,
     } | extra
     return [str(token) for key, value in values.items() for token in (f"--{key}", value)]
-
-
-class Launches:
-    """Cases for tests/forked.py, and what came of them."""
-
-    def __init__(self, out: Path):
-        self.out, self.cases = out, []
-
-    def add(self, name: str, argv: list, env: dict, world: int = 2, **more) -> Path:
-        self.cases.append({"name": name, "argv": argv, "env": env, "world": world, **more})
-        return self.out / name
-
-    def run(self, prefix: tuple = (), timeout: int = 900) -> "Launches":
-        plan = self.out / "plan.json"
-        plan.write_text(json.dumps({"cases": self.cases, "out": self.out}, default=str))
-        run([*prefix, sys.executable, ROOT / "tests" / "forked.py", plan], timeout=timeout)
-        return self
-
-    def exits(self, name: str) -> dict:
-        return json.loads((self.out / f"{name}.exit.json").read_text())
-
-    def codes(self, name: str) -> list:
-        return self.exits(name)["codes"]
-
-    def text(self, name: str, rank: int = 0) -> str:
-        return (self.out / f"{name}.rank{rank}.txt").read_text()
-
-    def facts(self, name: str) -> list[dict]:
-        return [json.loads(path.read_text()) for path in sorted(self.out.glob(f"{name}.rank*.json"))]
-
-    def assert_ended_well(self) -> None:
-        for case in self.cases:
-            assert set(self.codes(case["name"])) == {0}, f"{case['name']}: {self.text(case['name'])[-3000:]}"
 
 
 def same_state(folder: Path, other: Path) -> None:
@@ -534,7 +501,7 @@ def test_slurm_queues_a_stopped_run_again_until_it_is_finished(assets, tmp_path)
         "SLURM_NNODES": "1", "SLURM_GPUS_ON_NODE": "2", "SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "here",
         "STEP": str(step), "REQUEUED": str(requeued),
     }  # fmt: skip
-    argv = flags(assets, out, save_steps=2, max_steps=40, logging_steps=1000, dataloader_num_workers=1)
+    argv = flags(assets, out, save_steps=2, max_steps=30, logging_steps=1000, dataloader_num_workers=1)
     process = start(["bash", "run_slurm.sh", *argv], log, **env)
     wait_for(out / "checkpoint-2", process, log)
     os.killpg(int(step.read_text()), signal.SIGTERM)
@@ -551,7 +518,7 @@ def test_slurm_queues_a_stopped_run_again_until_it_is_finished(assets, tmp_path)
 
 def test_torchrun_starts_again_after_a_rank_was_killed(assets, tmp_path):
     out, log = tmp_path / "out", tmp_path / "log.txt"
-    argv = flags(assets, out, save_steps=2, max_steps=60, logging_steps=1000, save_total_limit=3)
+    argv = flags(assets, out, save_steps=2, max_steps=20, logging_steps=1000, save_total_limit=3)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", 2, "--max-restarts", 1]
     command += ["--master_port", free_port(), "train.py", *argv, "--resume_from_checkpoint", "auto"]
     process = start(command, log, **FSDP2)
@@ -562,7 +529,7 @@ def test_torchrun_starts_again_after_a_rank_was_killed(assets, tmp_path):
     text = log.read_text()
     assert went_on_from(text) >= 4, text[-3000:]
     assert json.loads((out / "run.json").read_text())["status"] == "finished"
-    assert [step for step, _ in checkpoint.numbered(out)] == [56, 58, 60]
+    assert [step for step, _ in checkpoint.numbered(out)] == [16, 18, 20]
 
 
 # ---- What is gone on from ----
@@ -688,12 +655,17 @@ def test_a_replacement_that_was_interrupted_is_finished(good, tmp_path):
 
 
 def test_one_run_at_a_time_in_an_output_folder(tmp_path):
-    held = checkpoint.lock(tmp_path)
-    code = f"import checkpoint; checkpoint.lock({str(tmp_path)!r})"
-    second = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    code = f"import checkpoint, os, time; checkpoint.lock({str(tmp_path)!r}); checkpoint.lock({str(tmp_path)!r})"
+    orphan = "; os.fork() or time.sleep(30); print('held', flush=True); time.sleep(30)"
+    command = [sys.executable, "-c", code]
+    first = subprocess.Popen([*command[:2], code + orphan], cwd=ROOT, stdout=subprocess.PIPE, start_new_session=True)
+    assert first.stdout.readline() == b"held\n"
+    second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert "another run is writing there" in second.stderr
-    os.close(held)
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+    first.kill()  # its child lives on, and has not kept the lock
+    first.wait()
+    assert subprocess.run(command, cwd=ROOT).returncode == 0
+    os.killpg(first.pid, signal.SIGKILL)
 
 
 def test_a_copy_under_another_number_is_not_that_checkpoint(good, tmp_path):

@@ -7,8 +7,8 @@ import arguments
 import checks
 import loading
 import utils
-from launching import ROOT, accelerate, run
-from strategies import FSDP1, FSDP2
+from launching import ROOT, Launches, accelerate, run
+from strategies import FSDP1, FSDP2, NO_FSDP
 
 FSDP_VARIABLES = ("ACCELERATE_", "FSDP_", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_")
 
@@ -238,19 +238,30 @@ def launched_error(assets, tmp_path, *flags, config="fsdp2_config_cpu.yaml"):
     return lines[0]
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--model_name_or_path", "no/such-model"], "no model at --model_name_or_path no/such-model"),
-        (["--dataset_name", "no/such-data"], "--dataset_name no/such-data"),
-        (["--splits", "train,dev"], "--splits dev"),
-        (["--chat_template_format", "none"], "--chat_template_format chatml, zephyr or a .jinja file"),
-        (["--config", "no-such.yaml"], "recipe no-such.yaml does not exist"),
-        (["--chat_template_format", "llama"], "--chat_template_format llama is unknown"),
-    ],
-)
-def test_launched_mistakes_print_one_line_once(assets, tmp_path, flags, message):
-    assert message in launched_error(assets, tmp_path, *flags)
+def test_a_launched_mistake_prints_one_line_once(assets, tmp_path):
+    message = "no model at --model_name_or_path no/such-model"
+    assert message in launched_error(assets, tmp_path, "--model_name_or_path", "no/such-model")
+
+
+MISTAKES = [
+    (["--dataset_name", "no/such-data"], "--dataset_name no/such-data"),
+    (["--splits", "train,dev"], "--splits dev"),
+    (["--chat_template_format", "none"], "--chat_template_format chatml, zephyr or a .jinja file"),
+    (["--config", "no-such.yaml"], "recipe no-such.yaml does not exist"),
+    (["--chat_template_format", "llama"], "--chat_template_format llama is unknown"),
+]
+
+
+def test_mistakes_are_one_line_before_anything_is_written(assets, tmp_path):
+    launches = Launches(tmp_path)
+    common = ["--use_cpu", "True", "--model_name_or_path", assets["fp32"], "--dataset_name", assets["data"]]
+    for number, (flags, _) in enumerate(MISTAKES):
+        launches.add(str(number), [*map(str, common), "--output_dir", tmp_path / "out", *flags], NO_FSDP, 1)
+    launches.run()
+    for number, (flags, message) in enumerate(MISTAKES):
+        lines = [line for line in launches.text(str(number)).splitlines() if line.startswith("error")]
+        assert launches.codes(str(number)) == [1] and len(lines) == 1 and message in lines[0], (flags, lines)
+        assert not (tmp_path / "out" / "run.json").exists()
 
 
 def test_launch_without_use_cpu_stops(assets, tmp_path):

@@ -8,7 +8,7 @@ import os
 
 import pytest
 
-from launching import ROOT, probe
+from launching import ROOT
 from strategies import FSDP1, FSDP2, NO_FSDP, assert_frozen, assert_sharded, losses
 
 STEPS = 6
@@ -54,28 +54,38 @@ def argv(assets, out, batch, accumulation, kind):
     return [token for key, value in flags.items() for token in (f"--{key}", value)]
 
 
+CASES = {  # environment, processes, micro-batch, accumulation
+    "one_4x1": (NO_FSDP, 1, 4, 1),
+    "one_1x4": (NO_FSDP, 1, 1, 4),
+    "ddp": (NO_FSDP, 2, 2, 1),
+    "fsdp1": (FSDP1, 2, 2, 1),
+    "fsdp2": (FSDP2, 2, 2, 1),
+    "fsdp1_1x2": (FSDP1, 2, 1, 2),
+    "fsdp2_1x2": (FSDP2, 2, 1, 2),
+}
+
+
+@pytest.fixture(scope="module")
+def launches(assets, tmp_path_factory):
+    launches = Launches(tmp_path_factory.mktemp("equivalence"))
+    for kind in KINDS:
+        for name, (env, world, batch, accumulation) in CASES.items():
+            name = f"{kind}-{name}"
+            launches.add(name, argv(assets, launches.out / name, batch, accumulation, kind), env, world)
+    launches.run().assert_ended_well()
+    return launches
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_strategies_agree(assets, tmp_path, kind):
+def test_strategies_agree(launches, kind):
     """1 process, DDP, FSDP1 and FSDP2 at one global batch of 4, and 4 x 1 against 1 x 4, in fp32 with unequal lengths."""
-
-    def case(name, env, batch, accumulation=1):
-        return {"name": name, "env": env, "argv": argv(assets, tmp_path / name, batch, accumulation, kind)}
-
-    one = probe([case("one_4x1", NO_FSDP, 4), case("one_1x4", NO_FSDP, 1, 4)], tmp_path / "one", 1)
-    two_cases = [
-        case("ddp", NO_FSDP, 2),
-        case("fsdp1", FSDP1, 2),
-        case("fsdp2", FSDP2, 2),
-        case("fsdp1_1x2", FSDP1, 1, 2),
-        case("fsdp2_1x2", FSDP2, 1, 2),
-    ]
-    two = probe(two_cases, tmp_path / "two", 2)
-    reference = losses(one["one_4x1"][0])
+    results = {name: launches.facts(f"{kind}-{name}") for name in CASES}
+    reference = losses(results["one_4x1"][0])
     assert len(reference) == STEPS
     assert sum(reference[-3:]) / 3 < reference[0] - 0.2, f"the loss does not fall: {reference}"
     check_golden(kind, reference)
-    evaluation = [row["eval_loss"] for row in one["one_4x1"][0]["history"] if "eval_loss" in row]
-    for name, facts in {**one, **two}.items():
+    evaluation = [row["eval_loss"] for row in results["one_4x1"][0]["history"] if "eval_loss" in row]
+    for name, facts in results.items():
         trajectory = losses(facts[0])
         assert trajectory == pytest.approx(reference, abs=1e-4), name
         assert [row["eval_loss"] for row in facts[0]["history"] if "eval_loss" in row] == pytest.approx(
