@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import checkpoint
 import checks
-from launching import ROOT, environment, free_port
+from launching import ROOT, Launches, environment, free_port
 from strategies import FSDP1, FSDP2, NO_FSDP, assert_sharded
 
 FILES = ("adapter_model.safetensors", "optimizer.safetensors", "training_state.json", "trainer_state.json")

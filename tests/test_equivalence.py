@@ -8,7 +8,7 @@ import os
 
 import pytest
 
-from launching import ROOT
+from launching import ROOT, Launches
 from strategies import FSDP1, FSDP2, NO_FSDP, assert_frozen, assert_sharded, losses
 
 STEPS = 6
