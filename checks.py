@@ -456,13 +456,14 @@ def check_checkpoint(folder: Path, model_args, training_args) -> None:
         )
 
 
-def check_data(folder: str, fingerprint: dict, model_args) -> list[str]:
+def check_data(training_args, fingerprint: dict, model_args) -> list[str]:
     """The data of a run against those of the checkpoint it goes on from: other rows would come, or some twice.
 
     Returns:
-        A line for the health check if the base model has another name: it may have been moved.
+        Lines for the health check about what cannot be checked.
     """
-    state = training_state(Path(folder))
+    folder = Path(training_args.resume_from_checkpoint)
+    state, notes = training_state(folder), []
     was, base = state["data"], state["arguments"]["model_name_or_path"]
     if was != fingerprint:
         raise ValueError(
@@ -470,9 +471,14 @@ def check_data(folder: str, fingerprint: dict, model_args) -> list[str]:
             f"{was['tokens']} tokens then, {fingerprint['rows']} and {fingerprint['tokens']} now): give the same "
             "--dataset_name, --splits and --chat_template_format, or start anew in another --output_dir"
         )
-    if base == model_args.model_name_or_path:
-        return []
-    return [f"the base model was {base} when {Path(folder).name} was written; it has to be the same weights"]
+    if base != model_args.model_name_or_path:
+        notes.append(f"the base model was {base} when {folder.name} was written; it has to be the same weights")
+    if training_args.train_sampling_strategy not in ("random", "sequential"):
+        notes.append(
+            f"--train_sampling_strategy {training_args.train_sampling_strategy} draws its order anew, so some rows of this "
+            "epoch may come twice and others not"
+        )
+    return notes
 
 
 def check_launch(model_args, training_args, fsdp: FsdpSettings | None, config) -> None:

@@ -20,6 +20,10 @@ FILE = "run.json"
 PACKAGES = ("torch", "transformers", "peft", "trl", "accelerate", "datasets", "bitsandbytes", "flash-attn", "kernels")
 
 
+class NotWritten(RuntimeError):
+    """run.json could not be written."""
+
+
 def arguments(*parts) -> dict:
     """The values of dataclasses as JSON values, by name."""
     values = {}
@@ -83,14 +87,22 @@ class Record:
         }
 
     def write(self, status: str, **more) -> None:
-        """Replace run.json in one step, so that it is never half there."""
+        """Replace run.json in one step, so that it is never half there.
+
+        Raises:
+            NotWritten: there is no space, or the folder is read-only.
+        """
         if not self.args.should_save:
             return
         path = Path(self.args.output_dir) / FILE
-        path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f"_{FILE}.partial")
-        partial.write_text(json.dumps({"status": status, "written": _now()} | more | self.content, indent=1) + "\n", "utf-8")
-        os.replace(partial, path)
+        text = json.dumps({"status": status, "written": _now()} | more | self.content, indent=1) + "\n"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_text(text, encoding="utf-8")
+            os.replace(partial, path)
+        except OSError as error:
+            raise NotWritten(f"{path} could not be written ({error.strerror})") from error
 
 
 def _now() -> str:

@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> AdapterSFTTrainer:
         notes += data.length_notes(train_dataset, training_args.max_length)
         fingerprint = on_main(data.fingerprint, train_dataset)
         if training_args.resume_from_checkpoint is not None:
-            notes += checks.check_data(training_args.resume_from_checkpoint, fingerprint, model_args)
+            notes += checks.check_data(training_args, fingerprint, model_args)
         # Embedding rows that no checkpoint fills are trained: of tokens added here, or before without resizing the model.
         unfilled = range(config.get_text_config().vocab_size, len(tokenizer))
         new_token_ids = sorted({*new_token_ids, *unfilled} - {tokenizer.pad_token_id})
@@ -144,7 +144,7 @@ def main(argv: list[str] | None = None) -> AdapterSFTTrainer:
         preemption.close()
         if training_args.push_to_hub:  # after everything is on disk, so that a failed push loses nothing
             trainer.push_final()
-    except (sharding.NotInForce, WrongAdapter, loading.LoadingFailed, SaveFailed) as error:
+    except (sharding.NotInForce, WrongAdapter, loading.LoadingFailed, SaveFailed, run_record.NotWritten) as error:
         fail(str(error))
     return trainer
 

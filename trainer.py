@@ -49,6 +49,15 @@ class StopEvaluation(Exception):
     """Raised on every rank at the same batch of an evaluation, to leave it (see preemption.py)."""
 
 
+def from_all(mine) -> list:
+    """What every rank says. A collective."""
+    ranks = [mine]
+    if dist.is_initialized():
+        ranks = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, mine)
+    return ranks
+
+
 class Staged:
     """A folder that the writing processes fill, whose outcome every rank learns.
 
@@ -83,11 +92,7 @@ class Staged:
                 shutil.rmtree(self.partial, ignore_errors=True)
             what = getattr(self.error, "strerror", None) or f"{type(self.error).__name__}: {_first_line(self.error)}"
             text = f"{folder} was not saved ({what}); the checkpoints that are there are as they were"
-        errors = [text]
-        if dist.is_initialized():
-            errors = [None] * dist.get_world_size()
-            dist.all_gather_object(errors, text)
-        failed = next((error for error in errors if error), None)
+        failed = next((error for error in from_all(text) if error), None)
         if failed:
             raise SaveFailed(failed) from self.error
 
@@ -190,9 +195,9 @@ class AdapterSFTTrainer(SFTTrainer):
         if self.args.should_save:
             path = Path(self.args.output_dir) / ADAPTER_SAFE_WEIGHTS_NAME
             wrong, untrained = adapter.check_adapter(path, layout, digests), adapter.untrained(path)
-        wrong, untrained = (
-            sorted({line for rank in self._from_all(lines) for line in rank}) for lines in (wrong, untrained)
-        )
+        # Of every rank, since with --save_on_each_node several have a file.
+        wrong = sorted({line for lines in from_all(wrong) for line in lines})
+        untrained = sorted({key for keys in from_all(untrained) for key in keys})
         if untrained:
             # A layer that no token reaches (an expert, a part for images) stays as it was. One that was trained does not.
             moved = optimizer_state.moved(self.model, self.optimizer.optimizer)
@@ -205,14 +210,6 @@ class AdapterSFTTrainer(SFTTrainer):
         if wrong:
             more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
             raise adapter.WrongAdapter(f"{self.args.output_dir} was saved, but do not use its adapter: {wrong[0]}{more}")
-
-    def _from_all(self, mine) -> list:
-        """What every rank says. A collective."""
-        if not dist.is_initialized():
-            return [mine]
-        ranks = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, mine)
-        return ranks
 
     def _write_adapter_config(self, folder: Path) -> None:
         config = self.peft_model.active_peft_config
@@ -318,7 +315,7 @@ class AdapterSFTTrainer(SFTTrainer):
         kind, keys, *rest = mine["numpy"]
         mine = mine | {"numpy": [kind, keys.tolist(), *rest], "loss": mine["loss"].item()}
         mine |= {key: mine[key].cpu().numpy().tobytes().hex() for key in ("torch", "device") if key in mine}
-        return self._from_all(mine)
+        return from_all(mine)
 
     def _evaluate(self, *args, **kwargs):
         # An evaluation draws random numbers; if it is left, the run goes on from before it.
@@ -345,10 +342,8 @@ class AdapterSFTTrainer(SFTTrainer):
         self.current_flos = self.at_last_step["flos"]
         self.state.num_input_tokens_seen = self.at_last_step["input_tokens"]
         folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
-        there = [not self.evaluation_owed and checkpoint.problem_with(folder) is None]
-        if dist.is_initialized():
-            dist.broadcast_object_list(there, 0)
-        if self.state.global_step and not there[0]:
+        there = self.args.should_save and not self.evaluation_owed and checkpoint.problem_with(folder) is None
+        if self.state.global_step and not from_all(there)[0]:
             self._save_checkpoint(self.model, None)
         self._say_stopped()
 
@@ -475,20 +470,18 @@ class AdapterSFTTrainer(SFTTrainer):
             self._say_stopped()
 
     def _finalize_training(self, *args, **kwargs):
-        # With a limit of one the Trainer deletes the newest checkpoint here, before anything else has been saved; and a
-        # run that was stopped is not at its end, so its best model is not asked for.
         if not self.stopped:
             self._evaluate_if_owed()
+        # With a limit of one the Trainer deletes the newest checkpoint here, before anything else has been saved; and a
+        # run that was stopped is not at its end, so its best model is not asked for.
         limit, best = self.args.save_total_limit, self.args.load_best_model_at_end
         self.args.save_total_limit = None
         self.args.load_best_model_at_end = best and not self.stopped
         # The sum of the losses is the whole run's, and the Trainer divides it by the steps of this session.
         here = max(self.state.global_step - self._initial_global_step, 0.001)
         total = self._total_loss_scalar + self._tr_loss.item()
-        self._tr_loss, self._total_loss_scalar = (
-            torch.zeros_like(self._tr_loss),
-            total * here / max(self.state.global_step, 1),
-        )
+        self._tr_loss = torch.zeros_like(self._tr_loss)
+        self._total_loss_scalar = total * here / max(self.state.global_step, 1)
         try:
             return super()._finalize_training(*args, **kwargs)
         finally:
