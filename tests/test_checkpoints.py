@@ -751,3 +751,13 @@ def test_a_checkpoint_has_no_pickle_and_loads_as_an_adapter(resumed, assets):
     state = {key.replace(".default", ""): value for key, value in model.state_dict().items() if "lora_" in key}
     assert set(state) == set(saved) and all(torch.equal(state[key], saved[key]) for key in saved)
     assert AutoTokenizer.from_pretrained(folder).chat_template
+
+
+def test_a_checkpoint_of_a_real_run_merges(resumed, tmp_path, capsys):
+    """With the drift that training in 4 bits means, which merge.py learns from the checkpoint."""
+    import merge
+
+    merge.main(["--adapter", str(resumed.out / "qlora-fsdp1" / "checkpoint-10"), "--out", str(tmp_path / "merged")])
+    out = capsys.readouterr().out
+    assert "unmerged -> merged, float32" in out and "4-bit base + adapter -> merged" in out
+    assert (tmp_path / "merged" / "model.safetensors").is_file()
