@@ -107,8 +107,8 @@ def lock(output_dir: str | Path) -> None:
     except OSError:  # a file system without locks
         pass
     # A child that outlives its process, such as a data loader's worker of a rank that was killed, must not keep the lock.
-    os.register_at_fork(after_in_child=lambda: os.close(descriptor))
     _locked[folder] = descriptor
+    os.register_at_fork(after_in_child=lambda: folder in _locked and os.close(_locked.pop(folder)))
 
 
 def move_into(partial: Path, folder: Path) -> None:
