@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The whole test suite, on a CPU with 2 cores, in about 15 minutes. Makes .venv on the first run.
+# The whole test suite, on a CPU with 2 cores, in about 20 minutes. Makes .venv on the first run.
 #   bash run_tests.sh                           everything
 #   bash run_tests.sh tests/test_data.py -x     what is given goes to pytest
 #   UPDATE_GOLDEN=1 bash run_tests.sh tests/test_equivalence.py
