@@ -6,7 +6,6 @@ the parameters are not sharded.
 
 from collections import defaultdict
 
-import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from transformers import TrainerCallback
@@ -75,10 +74,7 @@ class HealthCheck(TrainerCallback):
         held = sharding.inspect(self.trainer.model_wrapped)
         allowed = ("trainable_tokens_delta",) if self.requested == "FSDP1" else ()
         sharding.check_in_force(held, self.requested or held.strategy, self.shards, allowed)
-        fractions = [held.fraction]
-        if dist.is_initialized():
-            fractions = [None] * dist.get_world_size()
-            dist.all_gather_object(fractions, held.fraction)
+        fractions = sharding.from_all(held.fraction)
         if args.process_index == 0:
             rows = self.report(held, fractions)
             table = Table(title="Health check", title_justify="left", show_header=False, box=None, pad_edge=False)

@@ -44,6 +44,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import AutoHfQuantizer
 
 import weights
+from sharding import from_all
 
 # Elements of a tensor that are quantised or averaged at a time on the CPU. bitsandbytes' kernel there needs 20 bytes for
 # each, on an accelerator none, so there it can be more. A multiple of every block size, so no block is cut.
@@ -669,10 +670,6 @@ class Deferred:
         self._last_group = (None, {})
 
     def _report(self, seconds: float) -> None:
-        mine = (self.checkpoint.bytes_read, self.peak, seconds)
-        ranks = [mine]
-        if dist.is_initialized():
-            ranks = [None] * dist.get_world_size()
-            dist.all_gather_object(ranks, mine)
+        ranks = from_all((self.checkpoint.bytes_read, self.peak, seconds))
         self.report = dict(zip(("read", "peak", "seconds"), map(max, zip(*ranks, strict=True)), strict=True))
         self.report["stored"] = sum(stored.nbytes for stored in self.checkpoint.tensors.values())

@@ -14,6 +14,15 @@ class NotInForce(Exception):
     """FSDP was asked for and the parameters are not sharded."""
 
 
+def from_all(mine) -> list:
+    """What every rank says. A collective."""
+    ranks = [mine]
+    if dist.is_initialized():
+        ranks = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, mine)
+    return ranks
+
+
 @dataclass
 class Held:
     """What one rank holds of a model, read from its parameters. Sizes are bytes as stored (4-bit weights packed)."""
@@ -75,7 +84,6 @@ def check_in_force(held: Held, requested: str, shards: bool = True, allowed_unsh
     if stray:
         raise NotInForce(f"{requested} leaves {len(stray)} parameters unsharded on every rank (first: {stray[0]})")
     if shards and world > 1:
-        fractions = [None] * world
-        dist.all_gather_object(fractions, held.fraction)
+        fractions = from_all(held.fraction)
         if sum(fractions) > 1.5 or min(fractions) >= 1.0:  # 1 in all, and a little padding, if every byte is held once
             raise NotInForce(f"{requested} is in force but each rank holds {held.fraction:.0%} of the parameters")

@@ -20,7 +20,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from accelerate.data_loader import SkipBatchSampler
 from huggingface_hub import upload_folder
 from peft import PeftModel
@@ -37,6 +36,7 @@ import checkpoint
 import loading
 import optimizer_state
 import weights
+from sharding import from_all
 
 TRAINER_STATE, TRAINING_STATE, OPTIMIZER = "trainer_state.json", "training_state.json", "optimizer.safetensors"
 
@@ -47,15 +47,6 @@ class SaveFailed(RuntimeError):
 
 class StopEvaluation(Exception):
     """Raised on every rank at the same batch of an evaluation, to leave it (see preemption.py)."""
-
-
-def from_all(mine) -> list:
-    """What every rank says. A collective."""
-    ranks = [mine]
-    if dist.is_initialized():
-        ranks = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, mine)
-    return ranks
 
 
 class Staged:
