@@ -15,7 +15,7 @@ import json
 import random
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -69,6 +69,15 @@ class Staged:
         except Exception as error:  # the tokenizers library raises a bare one for a full disk
             self.error = error
             return None
+
+    def stream(self, open_file: Callable, path: Path, layout: dict, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Write (name, tensor) pairs to the file that `open_file(path, layout)` opens, while every rank makes them."""
+        file = self.do(open_file, path, layout)
+        for name, tensor in tensors:
+            if file is not None:
+                self.do(file.write, name, tensor)
+        if file is not None:
+            self.do(file.close)
 
     def finish(self, place: Callable, folder: Path, *args) -> None:
         """Put it in place as or in `folder` with `place(partial, folder, *args)`, and agree on the outcome. A collective.
@@ -159,10 +168,8 @@ class AdapterSFTTrainer(SFTTrainer):
         else:
             path = folder / ADAPTER_SAFE_WEIGHTS_NAME
             layout = {self.keys[name]: entry for name, entry in adapter.trained_layout(self.model).items()}
-            file = staged.do(adapter.AdapterFile, path, layout)
-            for name, tensor in adapter.trained_tensors(self.model):
-                staged.do(getattr(file, "write", None), self.keys[name], tensor)
-            staged.do(getattr(file, "close", None))
+            tensors = ((self.keys[name], tensor) for name, tensor in adapter.trained_tensors(self.model))
+            staged.stream(adapter.AdapterFile, path, layout, tensors)
             staged.do(self._write_adapter_config, folder)
         if self.base_model.generation_config is not None:
             staged.do(self.base_model.generation_config.save_pretrained, folder)
@@ -245,10 +252,8 @@ class AdapterSFTTrainer(SFTTrainer):
         except optimizer_state.NotSavable as error:
             staged.error = error
             return
-        file = staged.do(weights.TensorWriter, staged.partial / OPTIMIZER, layout)
-        for name, tensor in optimizer_state.whole_states(self.model, optimizer):
-            staged.do(getattr(file, "write", None), name, tensor)
-        staged.do(getattr(file, "close", None))
+        states = optimizer_state.whole_states(self.model, optimizer)
+        staged.stream(weights.TensorWriter, staged.partial / OPTIMIZER, layout, states)
 
     def _write_training_state(self, folder: Path, ranks: list[dict]) -> None:
         scaler = getattr(self.accelerator, "scaler", None)
