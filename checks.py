@@ -36,11 +36,16 @@ class FsdpSettings:
     def name(self) -> str:
         return f"FSDP{self.version}"
 
+    @property
+    def hybrid(self) -> bool:
+        """Whether weights are sharded over the ranks of a machine and repeated on each."""
+        return "HYBRID" in self.sharding_strategy or self.sharding_strategy in ("4", "5")
+
     def shard_ranks(self, ranks: int, ranks_here: int) -> int:
         """Over how many ranks a weight is sharded: all, those of one machine (HYBRID_*), or one (NO_SHARD)."""
         if self.version == 2 or self.sharding_strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "1", "2"):
             return ranks
-        return ranks_here if "HYBRID" in self.sharding_strategy or self.sharding_strategy in ("4", "5") else 1
+        return ranks_here if self.hybrid else 1
 
     @classmethod
     def from_environment(cls) -> "FsdpSettings | None":
@@ -187,6 +192,11 @@ def check_precision(model_args, training_args, fsdp: FsdpSettings | None, config
         )
 
 
+def optimizer_name(training_args) -> str:
+    """`--optim` as it is written."""
+    return str(getattr(training_args.optim, "value", training_args.optim))
+
+
 def check_fsdp(model_args, training_args, fsdp: FsdpSettings | None, config) -> None:
     """Settings of the Accelerate config that contradict the arguments or the model."""
     if fsdp is None:
@@ -205,19 +215,18 @@ def check_fsdp(model_args, training_args, fsdp: FsdpSettings | None, config) -> 
             f"{parameters * 2 / world / 2**30:.2g} GiB per rank in 16 bit ({parameters / 1e9:.3g}B parameters on {world} "
             "ranks); set fsdp_use_orig_params: false"
         )
-    if "HYBRID" in fsdp.sharding_strategy or fsdp.sharding_strategy in ("4", "5"):
-        if training_args.use_cpu or os.environ.get("LOCAL_WORLD_SIZE", "1") == "1":
-            # FSDP counts accelerators for the size of a machine; with one, every rank would train for itself.
-            raise ValueError(
-                f"fsdp_sharding_strategy: {fsdp.sharding_strategy} shards over the devices of a machine, and there is one: "
-                "use FULL_SHARD"
-            )
+    if fsdp.hybrid and (training_args.use_cpu or os.environ.get("LOCAL_WORLD_SIZE", "1") == "1"):
+        # FSDP counts accelerators for the size of a machine; with one, every rank would train for itself.
+        raise ValueError(
+            f"fsdp_sharding_strategy: {fsdp.sharding_strategy} shards over the devices of a machine, and there is one: "
+            "use FULL_SHARD"
+        )
     if fsdp.activation_checkpointing and training_args.gradient_checkpointing:
         raise ValueError(
             "activation checkpointing is asked for twice: drop fsdp_activation_checkpointing from the Accelerate config, or "
             "pass --gradient_checkpointing False"
         )
-    optimizer = str(training_args.optim.value if hasattr(training_args.optim, "value") else training_args.optim)
+    optimizer = optimizer_name(training_args)
     if any(part in optimizer for part in ("8bit", "paged", "bnb", "lion", "ademamix")):  # bitsandbytes' optimizers
         raise ValueError(
             f"--optim {optimizer} has no sharded state under FSDP (FSDP2 fails at the first step, FSDP1 when it saves a "
@@ -255,7 +264,7 @@ def check_trainer(model_args, training_args, fsdp: FsdpSettings | None) -> None:
         )
     if training_args.save_only_model and fsdp and "SHARDED" in fsdp.state_dict_type:
         raise ValueError("--save_only_model True needs fsdp_state_dict_type: FULL_STATE_DICT in the Accelerate config")
-    optimizer = str(training_args.optim.value if hasattr(training_args.optim, "value") else training_args.optim)
+    optimizer = optimizer_name(training_args)
     for part, package in OPTIMIZER_PACKAGES.items():
         if part in optimizer and importlib.util.find_spec(package) is None:
             raise ValueError(
@@ -336,10 +345,13 @@ def check_files(model_args, training_args) -> None:
                 "go on with it, or name another folder, or delete it"
             )
         return
-    check_checkpoint(Path(resumed), model_args, training_args)
-    newer = [path.name for step, path in there if step > training_state(Path(resumed))["step"]]
-    newer = [name for name in newer if checkpoint.problem_with(folder / name) is None]
-    if newer and folder.resolve() == Path(resumed).resolve().parent:
+    resumed = Path(resumed)
+    check_checkpoint(resumed, model_args, training_args)
+    if folder.resolve() != resumed.resolve().parent:
+        return
+    step = training_state(resumed)["step"]
+    newer = [path.name for number, path in there if number > step and checkpoint.problem_with(path) is None]
+    if newer:
         raise ValueError(
             f"--resume_from_checkpoint {resumed}: {newer[-1]} beside it is newer and good, and would be mixed with this "
             "run's: use auto to go on from that, or another --output_dir, or delete it"
