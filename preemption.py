@@ -55,7 +55,6 @@ class Preemption(TrainerCallback):
         self.received: tuple[int, float] | None = None  # signal and when
         self.agreed = self.leaving = self.whole_step = False
         self.before: dict = {}
-        self.pid = os.getpid()
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.before = {number: signal.signal(number, self._note) for number in SIGNALS}
@@ -70,8 +69,6 @@ class Preemption(TrainerCallback):
 
     def _note(self, number, frame) -> None:
         now = time.monotonic()
-        if os.getpid() != self.pid:  # a child that was forked in between
-            return
         if self.received is None:
             self.received = (number, now)
             if os.environ.get("RANK", "0") == "0":

@@ -70,6 +70,8 @@ class Record:
 
     def __init__(self, training_args, about: dict, strategy: str):
         self.args, device = training_args, training_args.device
+        if not training_args.should_save:
+            return
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
         self.content = {
             "started": _now(),
