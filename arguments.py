@@ -305,7 +305,7 @@ def parse(argv: list[str] | None = None) -> Command:
         except ValueError as error:
             raise ValueError(f"{error} (in {recipe})") from None
     parser.set_defaults(**dict.fromkeys(nulls))
-    _refuse_unknown(parser, argv)
+    refuse_unknown(parser, argv)
     given = _given(parser, tokens) | _given(parser, argv)
     for name in sorted(given & set(REFUSED)):
         raise ValueError(f"--{name} has no effect here: {REFUSED[name]}")
@@ -387,7 +387,8 @@ def _value_to_tokens(action, value: Any) -> list[str]:
     return [str(value)]
 
 
-def _refuse_unknown(parser: ArgumentParser, argv: list[str]) -> None:
+def refuse_unknown(parser: ArgumentParser, argv: list[str]) -> None:
+    """Raise ValueError for a word of the command line that is no argument of the parser, with the nearest one."""
     for token in argv:
         name = token.partition("=")[0]
         if name.startswith("--") and parser.option(name[2:]) is None:

@@ -111,13 +111,8 @@ def parse(argv: list[str] | None = None) -> MergeArguments:
     if any(token in ("-h", "--help") for token in argv):
         parser.print_help()
         sys.exit(0)
-    for token in argv:
-        name = token.partition("=")[0]
-        if name.startswith("--") and parser.option(name[2:]) is None:
-            raise ValueError(f"unknown argument {name}{parser.nearest(name[2:])}")
-    values, unknown = parser.parse_known_args(argv)
-    if unknown:
-        raise ValueError(f"{unknown[0]!r} on the command line belongs to no argument")
+    arguments.refuse_unknown(parser, argv)
+    values = parser.parse_args(argv)
     for name in ("adapter", "out"):
         if getattr(values, name) is None:
             raise ValueError(f"--{name} is required: merge.py --adapter DIR --out DIR")
@@ -738,7 +733,7 @@ def check_out(name: str, adapter: Path) -> tuple[Path, Path]:
         ValueError: it cannot be made, or something that is not ours is there.
     """
     out = Path(os.path.realpath(name))
-    partial = out.with_name(f"_{out.name}.partial")
+    partial = checkpoint.partial_of(out)
     parent = next(folder for folder in out.parents if folder.exists())
     if not parent.is_dir():
         raise ValueError(f"--out {name} is below {parent}, which is a file: name a folder")
@@ -907,8 +902,7 @@ def merge(args: MergeArguments, report: Callable[[str], None] = print) -> Path:
     files = shards(parts, largest)
     check_disk(out, files)
 
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    checkpoint.begin(partial)
     try:
         (partial / UNFINISHED).touch()
         write_configuration(partial, raw, base.model.config, types, tied or merged.tied is None, tokenizer)

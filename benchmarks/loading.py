@@ -12,6 +12,7 @@ which no disk has to hold. With `--device cuda` the peak is the allocator's.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -45,6 +46,26 @@ def anonymous(source: str = "status", field: str = "RssAnon:") -> int:
     """Bytes of anonymous memory of this process: the kernel's counter, or added up page by page ("smaps_rollup")."""
     with open(f"/proc/self/{source}", encoding="ascii") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(field))
+
+
+@contextlib.contextmanager
+def sampled_peak():
+    """Yield a list whose only item becomes the most anonymous memory that the process had meanwhile."""
+    peak, done = [anonymous()], threading.Event()
+
+    def sample():
+        while not done.is_set():
+            peak[0] = max(peak[0], anonymous())
+            time.sleep(0.002)
+
+    sampler = threading.Thread(target=sample, daemon=True)
+    sampler.start()
+    try:
+        yield peak
+    finally:
+        done.set()
+        sampler.join()
+        peak[0] = max(peak[0], anonymous())
 
 
 def config_of(shape: str):
@@ -172,23 +193,13 @@ def worker(args) -> None:
     dist.barrier()
     baseline = anonymous()
     out = Path(os.environ["BENCH_OUT"]) / f"{dist.get_rank()}.json"
-    peak, done = [baseline], threading.Event()
-
-    def sample():
-        while not done.is_set():
-            peak[0] = max(peak[0], anonymous())
-            time.sleep(0.002)
-
-    sampler = threading.Thread(target=sample, daemon=True)
-    sampler.start()
-    started = time.perf_counter()
-    facts = (load_ours if args.side == "ours" else load_theirs)(args, device)
-    facts["seconds"] = time.perf_counter() - started
-    done.set()
-    sampler.join()
+    with sampled_peak() as peak:
+        started = time.perf_counter()
+        facts = (load_ours if args.side == "ours" else load_theirs)(args, device)
+        facts["seconds"] = time.perf_counter() - started
     exact = anonymous("smaps_rollup", "Anonymous:")  # adding it up is too slow to sample
     assert abs(exact - anonymous()) < 2**24, f"the kernel counts {anonymous()} bytes, its pages are {exact}"
-    facts |= {"peak": max(peak[0], anonymous()) - baseline, "baseline": baseline}
+    facts |= {"peak": peak[0] - baseline, "baseline": baseline}
     if device.type == "cuda":
         facts["cuda_peak"] = torch.cuda.max_memory_allocated(device)
         facts["card"] = torch.cuda.get_device_name(device)

@@ -22,7 +22,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
@@ -63,27 +62,17 @@ def measured(save, folder: Path) -> dict:
     ctypes.CDLL("libc.so.6").malloc_trim(0)  # what training has freed does not hide what the save takes
     dist.barrier()
     baseline = models.anonymous()
-    peak, done = [baseline], threading.Event()
-
-    def sample():
-        while not done.is_set():
-            peak[0] = max(peak[0], models.anonymous())
-            time.sleep(0.002)
-
-    sampler = threading.Thread(target=sample, daemon=True)
-    sampler.start()
-    started = time.perf_counter()
-    save()
-    dist.barrier()
-    seconds = time.perf_counter() - started
-    done.set()
-    sampler.join()
+    with models.sampled_peak() as peak:
+        started = time.perf_counter()
+        save()
+        dist.barrier()
+        seconds = time.perf_counter() - started
     written = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder)
     dist.barrier()
-    return {"seconds": seconds, "peak": max(peak[0], models.anonymous()) - baseline, "bytes": written}
+    return {"seconds": seconds, "peak": peak[0] - baseline, "bytes": written}
 
 
 def worker(args) -> None:
