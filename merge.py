@@ -116,7 +116,15 @@ def parse(argv: list[str] | None = None) -> MergeArguments:
     for name in ("adapter", "out"):
         if getattr(values, name) is None:
             raise ValueError(f"--{name} is required: merge.py --adapter DIR --out DIR")
-    return MergeArguments(**vars(values))
+    args = MergeArguments(**vars(values))
+    if not args.verify and args.prompts is not None:
+        raise ValueError(f"--prompts {args.prompts} has no effect with --verify False: drop one")
+    if not args.verify and args.base_weights == "stored" and args.trained_in_4bit != "auto":
+        raise ValueError(
+            f"--trained_in_4bit {args.trained_in_4bit} has no effect with --verify False, which shows no drift: drop "
+            "one, or add --base_weights nf4"
+        )
+    return args
 
 
 def shard_bytes(text: str) -> int:
@@ -869,6 +877,8 @@ def merge(args: MergeArguments, report: Callable[[str], None] = print) -> Path:
     if not name:
         raise ValueError(f"{adapter.folder / ADAPTER_CONFIG_NAME} names no base model: name it in --base")
     revision = args.revision
+    if revision is not None and Path(name).is_dir():
+        raise ValueError(f"--revision {revision} has no effect: the base {name} is a local folder, which has none; drop it")
     if args.base is None and revision is None:
         revision = adapter.raw.get("revision") or adapter.trained.get("model_revision")
     config, raw = load_base_config(

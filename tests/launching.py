@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from strategies import assert_sharded
+
 ROOT = Path(__file__).resolve().parent.parent
 BASE_ENV = {
     "HF_HUB_OFFLINE": "1",
@@ -68,6 +70,12 @@ def probe(
     }
 
 
+def assert_fsdp(facts: list[dict], version: int, world: int) -> None:
+    """Every rank got as far as the first step, with its shards and no more."""
+    assert len(facts) == world
+    assert_sharded(facts, version, replicated="trainable_tokens_delta" if version == 1 else None)
+
+
 class Launches:
     """Cases for tests/forked.py, and what came of them."""
 
@@ -82,6 +90,9 @@ class Launches:
         plan = self.out / "plan.json"
         plan.write_text(json.dumps({"cases": self.cases, "out": self.out}, default=str))
         run([*prefix, sys.executable, ROOT / "tests" / "forked.py", plan], timeout=timeout)
+        for case in self.cases:
+            if case["world"] > 1 and case["env"].get("ACCELERATE_USE_FSDP") == "true":
+                assert_fsdp(self.facts(case["name"]), int(case["env"]["FSDP_VERSION"]), case["world"])
         return self
 
     def exits(self, name: str) -> dict:

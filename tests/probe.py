@@ -132,6 +132,8 @@ class Probe(TrainerCallback):
         FACTS["fsdp1_units"] = sum(isinstance(m, FSDP) for m in model.modules())
         FACTS["fsdp2_units"] = sum(isinstance(m, FSDPModule) for m in model.modules())
         FACTS["world"] = dist.get_world_size() if dist.is_initialized() else 1
+        if "path" in FACTS:  # now, because not every run is meant to reach its end
+            Path(FACTS["path"]).write_text(json.dumps(FACTS))
 
     def on_train_end(self, args, state, control, model=None, **kwargs):
         FACTS["frozen_after"] = frozen_hash(model)
@@ -183,6 +185,7 @@ def run(case: dict, out: Path) -> None:
     os.environ.update(case.get("env", {}))
     FACTS.clear()
     FACTS["name"] = case["name"]
+    FACTS["path"] = str(out / f"{case['name']}.rank{os.environ.get('RANK', '0')}.json")
     callbacks = transformers.trainer.DEFAULT_CALLBACKS
     dump = case.get("dump")
     extra = [Dump(out / f"{case['name']}.safetensors", dump == "logits")] if dump else []
@@ -193,8 +196,7 @@ def run(case: dict, out: Path) -> None:
         record_batches(train.AdapterSFTTrainer)
     trainer = train.main([str(item) for item in case["argv"]])
     del callbacks[len(callbacks) - len(extra) :]
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    (out / f"{case['name']}.rank{rank}.json").write_text(json.dumps(FACTS))
+    Path(FACTS["path"]).write_text(json.dumps(FACTS))
     trainer.accelerator.free_memory()
     del trainer
     gc.collect()

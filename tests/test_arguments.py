@@ -111,6 +111,7 @@ def test_bad_recipes(tmp_path, text, message):
         (["--metric_for_best_model", "loss"], "no effect without --load_best_model_at_end"),
         (["--hub_token", "hf_x"], "--hub_token has no effect here"),
         *[([f"--{name}", "x"], f"--{name} has no effect here") for name in ("fsdp_config", "dataset_kwargs", "eos_token")],
+        *[([f"--{name}", "True"], f"--{name} has no effect here") for name in ("enable_jit_checkpoint", "ignore_data_skip")],
     ],
 )
 def test_bad_flags(flags, message):

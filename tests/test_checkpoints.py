@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import checkpoint
 import checks
-from launching import ROOT, Launches, environment, free_port
+from launching import ROOT, Launches, assert_fsdp, environment, free_port
 from strategies import FSDP1, FSDP2, NO_FSDP, assert_sharded
 
 FILES = ("adapter_model.safetensors", "optimizer.safetensors", "training_state.json", "trainer_state.json")
@@ -464,7 +464,7 @@ def test_a_signal_to_launcher_ranks_and_workers_is_one_request(assets, tmp_path)
     argv += ["--dataloader_num_workers", "2"]
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file"]
     command += [ROOT / "configs" / "fsdp2_config_cpu.yaml", "--num_processes", 2, "--main_process_port", free_port()]
-    process = start([*command, "train.py", *argv], log)
+    process = start([*command, "tests/probe.py", *argv], log, PROBE_OUT=str(tmp_path / "facts"))
     wait_for(out / "checkpoint-6", process, log)
     os.killpg(process.pid, number)
     process.wait(120)
@@ -476,6 +476,7 @@ def test_a_signal_to_launcher_ranks_and_workers_is_one_request(assets, tmp_path)
     assert newest[0] == int(step[1]) and checkpoint.problem_with(newest[1]) is None
     assert json.loads((out / "run.json").read_text())["status"] == "stopped"
     assert len(checkpoint.numbered(out)) == 2, "the limit was not kept"
+    assert_fsdp([json.loads(path.read_text()) for path in tmp_path.glob("facts.rank*.json")], 2, 2)
 
 
 SRUN = """#!/usr/bin/env python3
@@ -499,7 +500,7 @@ def test_slurm_queues_a_stopped_run_again_until_it_is_finished(assets, tmp_path)
     env = {
         "PATH": f"{tmp_path}{os.pathsep}{environment()['PATH']}", "CONFIG": "configs/fsdp2_config_cpu.yaml", "PORT": free_port(),
         "SLURM_NNODES": "1", "SLURM_GPUS_ON_NODE": "2", "SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "here",
-        "STEP": str(step), "REQUEUED": str(requeued),
+        "STEP": str(step), "REQUEUED": str(requeued), "SCRIPT": "tests/probe.py", "PROBE_OUT": str(tmp_path / "facts"),
     }  # fmt: skip
     argv = flags(assets, out, save_steps=2, max_steps=30, logging_steps=1000, dataloader_num_workers=1)
     process = start(["bash", "run_slurm.sh", *argv], log, **env)
@@ -514,22 +515,24 @@ def test_slurm_queues_a_stopped_run_again_until_it_is_finished(assets, tmp_path)
     assert went_on_from(log.read_text()) == stopped["step"]
     assert json.loads((out / "run.json").read_text())["status"] == "finished"
     assert requeued.read_text() == "requeue 77\n"
+    assert_fsdp([json.loads(path.read_text()) for path in tmp_path.glob("facts.rank*.json")], 2, 2)
 
 
 def test_torchrun_starts_again_after_a_rank_was_killed(assets, tmp_path):
     out, log = tmp_path / "out", tmp_path / "log.txt"
     argv = flags(assets, out, save_steps=2, max_steps=20, logging_steps=1000, save_total_limit=3)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", 2, "--max-restarts", 1]
-    command += ["--master_port", free_port(), "train.py", *argv, "--resume_from_checkpoint", "auto"]
-    process = start(command, log, **FSDP2)
+    command += ["--master_port", free_port(), "tests/probe.py", *argv, "--resume_from_checkpoint", "auto"]
+    process = start(command, log, **FSDP2, PROBE_OUT=str(tmp_path / "facts"))
     wait_for(out / "checkpoint-4", process, log)
-    children = subprocess.run(["pgrep", "-P", str(process.pid), "-f", "train.py"], capture_output=True, text=True).stdout
+    children = subprocess.run(["pgrep", "-P", str(process.pid), "-f", "probe.py"], capture_output=True, text=True).stdout
     os.kill(int(children.split()[-1]), signal.SIGKILL)
     assert process.wait(300) == 0, log.read_text()[-3000:]
     text = log.read_text()
     assert went_on_from(text) >= 4, text[-3000:]
     assert json.loads((out / "run.json").read_text())["status"] == "finished"
     assert [step for step, _ in checkpoint.numbered(out)] == [16, 18, 20]
+    assert_fsdp([json.loads(path.read_text()) for path in tmp_path.glob("facts.rank*.json")], 2, 2)
 
 
 # ---- What is gone on from ----
