@@ -143,7 +143,7 @@ def _flushed(bucket):
         sent = torch.cat([part for _, part, *_ in bucket])
         group = bucket[0][2]
         received = torch.empty(dist.get_world_size(group), sent.numel(), dtype=sent.dtype, device=sent.device)
-        dist.all_gather_into_tensor(received.view(-1), sent, group=group)
+        dist.all_gather_single(received.view(-1), sent, group=group)
         start = 0
         for item, part, _, shape in bucket:
             flat = received[:, start : start + part.numel()].reshape(-1)

@@ -191,3 +191,18 @@ def test_local_data_has_no_configuration_and_long_rows_are_counted(assets, token
             data.load_splits(str(assets["data"]), "train")[0], "train", tokenizer, assistant_only_loss=True
         )
         data.length_notes(answers, 3)
+
+
+def test_the_fingerprint_is_of_every_token_and_label_in_order():
+    rows = {"input_ids": [[1, 2, 3], [4, 5]], "labels": [[1, 2, 3], [-100, 5]]}
+    base = data.fingerprint(Dataset.from_dict(rows))
+    assert (base["rows"], base["tokens"]) == (2, 5)
+    assert data.fingerprint(Dataset.from_dict(rows | {"other": [0, 0]})) == base
+    assert data.fingerprint(Dataset.from_dict({k: [v[1], v[0]] for k, v in rows.items()}).select([1, 0])) == base
+    for change in (
+        {"input_ids": [[1, 2, 9], [4, 5]]},
+        {"labels": [[1, 2, 3], [4, 5]]},
+        {"input_ids": [[1, 2], [3, 4, 5]], "labels": [[1, 2], [3, -100, 5]]},  # the same numbers in other rows
+        {k: v[::-1] for k, v in rows.items()},
+    ):
+        assert data.fingerprint(Dataset.from_dict(rows | change))["xxh3_128"] != base["xxh3_128"], change
