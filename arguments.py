@@ -49,6 +49,13 @@ class ModelArguments:
             "unset: model if there is one"
         },
     )
+    new_special_tokens: str | None = field(
+        default=None,
+        metadata={
+            "help": "Comma list of control tokens that a template or the data need; those that are missing are added and "
+            "their rows trained"
+        },
+    )
 
     use_4bit_quantization: bool = field(default=False, metadata={"help": "QLoRA: 4-bit base weights (bitsandbytes)."})
     use_8bit_quantization: bool = field(default=False, metadata={"help": "8-bit base weights; not under FSDP."})
@@ -77,11 +84,37 @@ class DataArguments:
     """What is trained on."""
 
     dataset_name: str | None = field(
-        default=None, metadata={"help": "Hub id, local file or folder (json, jsonl, csv, parquet, save_to_disk). Required"}
+        default=None,
+        metadata={
+            "help": "Hub id, local file, folder or glob (json, jsonl, csv, parquet), or save_to_disk folder. Required"
+        },
     )
     dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of a Hub data set."})
     splits: str = field(
         default="train", metadata={"help": "Comma list: the first split is trained on, a second one is evaluated on."}
+    )
+    dataset_mixture: str | None = field(
+        default=None,
+        metadata={"help": "YAML file with several data sets and their weights, instead of --dataset_name; see the README"},
+    )
+    eval_fraction: float | None = field(
+        default=None, metadata={"help": "Evaluate on this share of the training rows, which are then not trained on."}
+    )
+    max_samples: int | None = field(default=None, metadata={"help": "Train on the first N rows of each data set only."})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on the first N rows only."})
+    streaming: bool = field(
+        default=False, metadata={"help": "Read and tokenise rows as they are needed, instead of all of them first."}
+    )
+    shuffle_buffer: int = field(default=1000, metadata={"help": "Rows of a stream among which the next is drawn."})
+
+    format: Literal["messages", "sharegpt", "prompt-completion", "instruction", "text"] | None = field(
+        default=None, metadata={"help": "What a row is; unset: recognised by its columns, and printed."}
+    )
+    columns: str | None = field(
+        default=None, metadata={"help": "Names of columns, where they differ: prompt=question,completion=answer."}
+    )
+    on_bad_row: Literal["error", "skip"] = field(
+        default="error", metadata={"help": "Stop at a row that cannot be used, or leave it out and count it."}
     )
     add_special_tokens: bool | None = field(
         default=None,
@@ -89,6 +122,26 @@ class DataArguments:
     )
     append_concat_token: bool = field(
         default=True, metadata={"help": "End every row with EOS unless it ends with one already."}
+    )
+    control_tokens_in_text: Literal["keep", "escape"] | None = field(
+        default=None,
+        metadata={
+            "help": "Control tokens written in plain text are such (it was rendered before), or text; unset: ask; in chats "
+            "they are text"
+        },
+    )
+    loss_on: Literal["assistant", "completion", "all"] | None = field(
+        default=None,
+        metadata={"help": "Tokens to learn from; unset: assistant for chats, completion after a prompt, all of plain text"},
+    )
+    truncation: Literal["right", "left", "drop", "error"] = field(
+        default="right", metadata={"help": "What is done with rows longer than --max_length; counted in the data report."}
+    )
+    max_unsupervised: float = field(
+        default=0.05, metadata={"help": "Stop if a larger share of the rows has no token to learn from."}
+    )
+    data_only: bool = field(
+        default=False, metadata={"help": "Prepare the data, write the report to --output_dir and stop, without the model."}
     )
 
 
@@ -100,7 +153,7 @@ class TrainingConfig(SFTConfig):
         default=2048,
         metadata={
             "aliases": ["--max_seq_len", "--max-seq-len", "--max_seq_length", "--max-seq-length"],
-            "help": "Tokens per row; longer rows are cut.",
+            "help": "Tokens per row; see --truncation for longer ones.",
         },
     )
     resume_from_checkpoint: str | None = field(
@@ -130,6 +183,7 @@ class TrainingConfig(SFTConfig):
         kwargs.setdefault("use_reentrant", False)
         # Transformers renames both fields in v6 and mirrors the old names from the new ones until then.
         self.activation_checkpointing, self.activation_checkpointing_kwargs = self.gradient_checkpointing, kwargs
+        self.dataset_kwargs = {"skip_prepare_dataset": True}  # rows come with their labels, cut and packed (see data.py)
         # bf16 by default, as TRL has it, but not where it is emulated: on most CPUs it is an order of magnitude slower.
         if self.bf16 is None:
             self.bf16 = not self.fp16 and not self.use_cpu
@@ -145,6 +199,9 @@ REFUSED = {
     "dataset_kwargs": "use --add_special_tokens and --append_concat_token",
     "chat_template_path": "use --chat_template_format FILE.jinja",
     "eos_token": "the end-of-turn token follows the chat template: use --chat_template_format",
+    "assistant_only_loss": "use --loss_on assistant, which is also the default for chats",
+    "completion_only_loss": "use --loss_on completion, or --loss_on all",
+    "truncation_mode": "use --truncation right, left, drop or error",
     "pad_token": "a padding token that is not EOS is chosen and printed by the health check",
     "activation_checkpointing": "use --gradient_checkpointing",
     "activation_checkpointing_kwargs": "use --use_reentrant or --gradient_checkpointing_kwargs",
@@ -171,6 +228,7 @@ NEEDS = [
     (r"lora_.*|use_dora|use_rslora", "use_peft_lora"),
     (r"use_reentrant|gradient_checkpointing_kwargs", "gradient_checkpointing"),
     (r"packing_strategy", "packing"),
+    (r"shuffle_buffer", "streaming"),
     (r"metric_for_best_model|greater_is_better", "load_best_model_at_end"),
 ]
 
@@ -181,8 +239,9 @@ HELP_GROUPS = [
     ("quantisation (QLoRA)", r"use_4bit_quantization|use_8bit_quantization|bnb_.*|use_nested_quant"),
     (
         "data",
-        r"dataset_.*|splits|chat_template_format|add_special_tokens|append_concat_token|max_length|truncation_mode"
-        r"|.*packing.*|padding_free|pad_to_multiple_of|shuffle_dataset|(completion|assistant)_only_loss",
+        r"dataset_.*|splits|chat_template_format|new_special_tokens|add_special_tokens|append_concat_token|max_length"
+        r"|truncation|.*packing.*|padding_free|pad_to_multiple_of|shuffle_(dataset|buffer)|loss_on|format|columns|on_bad_row"
+        r"|eval_fraction|max_(eval_)?samples|streaming|control_tokens_in_text|max_unsupervised|data_only",
     ),
     (
         "optimisation",
@@ -311,8 +370,13 @@ def parse(argv: list[str] | None = None) -> Command:
         raise ValueError(f"--{name} has no effect here: {REFUSED[name]}")
     values = parser.parse_args(tokens + argv)
     for name in ("model_name_or_path", "dataset_name"):
-        if getattr(values, name) is None:
+        if getattr(values, name) is None and not (name == "dataset_name" and values.dataset_mixture is not None):
             raise ValueError(f"--{name} is required: give it as a flag or in a recipe (train.py recipe.yaml)")
+    replaced = (
+        sorted(given & {"dataset_name", "dataset_config_name", "splits"}) if values.dataset_mixture is not None else []
+    )
+    if replaced:
+        raise ValueError(f"--{replaced[0]} has no effect with --dataset_mixture, which names the data: drop one")
     return Command(values, given)
 
 
@@ -383,6 +447,8 @@ def _value_to_tokens(action, value: Any) -> list[str]:
     if isinstance(value, dict):
         return [json.dumps(value)]
     if isinstance(value, list):
+        if any(isinstance(item, (dict, list)) for item in value):
+            return [json.dumps(value)]
         return [str(item) for item in value] if action.nargs in ("+", "*") else [",".join(str(item) for item in value)]
     return [str(value)]
 

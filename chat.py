@@ -3,8 +3,12 @@
 `prepare_tokenizer` settles four facts before any row is read: the template, EOS (the token that ends a turn), PAD
 (never EOS, or a collator that masks padding would also mask the end of every answer), and the tokens that had to be
 added. An added token has an untrained row in the embeddings, so its id is returned and its row is trained.
+
+What a template does is found by rendering short chats with it, not by knowing its name.
 """
 
+import re
+from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -25,7 +29,24 @@ ZEPHYR = (
 TEMPLATES = {"chatml": CHATML, "zephyr": ZEPHYR}
 
 # Tokens that models reserve and do not use for text, in order of preference for padding.
-PAD_CANDIDATES = ["<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>", "<|endoftext|>", "<|end_of_text|>"]
+PAD_CANDIDATES = [
+    "<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>", "<|endoftext|>", "<|end_of_text|>", "<|fim_pad|>",
+    "<|vision_pad|>", "<|reserved_special_token_0|>", "<unused0>",
+]  # fmt: skip
+
+# Contents of the chats that templates are tried with: letters no vocabulary has a control token for.
+_SYSTEM, _USER, _ANSWER, _NEXT = "Qsystemq", "Quserq", "Qanswerq", "Qnextq"
+
+
+@dataclass(frozen=True)
+class Template:
+    """What a tokenizer's chat template does."""
+
+    header: str  # what it writes before an answer: the generation prompt; "" if it has none
+    turn_end: str | None  # the token that ends an answer; None if the template writes none
+    ends_every_turn: bool  # or only the last
+    takes_system: bool  # False: it refuses a system message, or leaves it out
+    takes_tools: bool
 
 
 def prepare_tokenizer(
@@ -33,18 +54,20 @@ def prepare_tokenizer(
     chat_template_format: str | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    new_tokens: str | None = None,
 ) -> tuple[PreTrainedTokenizerBase, list[int]]:
     """Load a tokenizer and settle its template, EOS and PAD.
 
     Args:
         chat_template_format: "chatml", "zephyr", "none" (no template), "model" (its own), a Jinja file, or None for its
             own if it has one.
+        new_tokens: comma list of control tokens that a template or the data need; those the vocabulary has are reused.
 
     Returns:
         The tokenizer, and the ids of the tokens added to it whose embedding rows have to be trained.
 
     Raises:
-        ValueError: no such tokenizer or template.
+        ValueError: no such tokenizer or template, or one that cannot be used.
     """
     check_template_name(chat_template_format)
     try:
@@ -54,6 +77,11 @@ def prepare_tokenizer(
             f"no tokenizer for --model_name_or_path {model_name_or_path}: give a Hub id you can reach or a local folder "
             f"with tokenizer files ({str(error).splitlines()[0]})"
         ) from None
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"the tokenizer of {model_name_or_path} has no tokenizer.json, which is needed to know which characters a token "
+            "is: convert it, or use another model"
+        )
     vocabulary_before = len(tokenizer)
 
     if chat_template_format == "none":
@@ -67,16 +95,105 @@ def prepare_tokenizer(
             f"--chat_template_format model: the tokenizer of {model_name_or_path} has no chat template; "
             f"use {', '.join(TEMPLATES)} or a .jinja file"
         )
+    if isinstance(tokenizer.chat_template, dict):  # several by name, as some published tokenizers have them
+        if "default" not in tokenizer.chat_template:
+            raise ValueError(
+                f"the tokenizer of {model_name_or_path} has several chat templates and no default: give a .jinja file"
+            )
+        tokenizer.chat_template = tokenizer.chat_template["default"]
 
+    wanted = [token.strip() for token in (new_tokens or "").split(",") if token.strip()]
+    wanted += ["<|im_start|>", "<|im_end|>"] if chat_template_format == "chatml" else []
+    missing = [token for token in dict.fromkeys(wanted) if token not in tokenizer.get_vocab()]
+    tokenizer.add_special_tokens({"additional_special_tokens": missing}, replace_extra_special_tokens=False)
     if chat_template_format == "chatml":
-        missing = [token for token in ("<|im_start|>", "<|im_end|>") if token not in tokenizer.get_vocab()]
-        tokenizer.add_special_tokens({"additional_special_tokens": missing}, replace_extra_special_tokens=False)
         tokenizer.eos_token = "<|im_end|>"
-    if tokenizer.eos_token is None:
+    if tokenizer.eos_token is None and tokenizer.chat_template is None:
         raise ValueError(f"the tokenizer of {model_name_or_path} has no EOS token: set eos_token in tokenizer_config.json")
+    if tokenizer.chat_template is not None:
+        end_answers_with_eos(tokenizer)
     new_token_ids = list(range(vocabulary_before, len(tokenizer)))
     choose_pad_token(tokenizer)
     return tokenizer, new_token_ids
+
+
+def _try(tokenizer, *contents: str, **options) -> str | None:
+    """A chat with these contents, rendered, or None if the template refuses it."""
+    roles = {_SYSTEM: "system", _USER: "user", _ANSWER: "assistant", _NEXT: "user"}
+    messages = [{"role": roles[content], "content": content} for content in contents]
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    except Exception:  # Jinja errors, and whatever a template raises on purpose
+        return None
+
+
+def inspect(tokenizer: PreTrainedTokenizerBase) -> Template:
+    """Find out what a tokenizer's chat template does.
+
+    Raises:
+        ValueError: it cannot render a question with its answer.
+    """
+    chat = _try(tokenizer, _USER, _ANSWER)
+    if chat is None or _ANSWER not in chat:
+        try:
+            tokenizer.apply_chat_template([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+            reason = "it leaves the answer out"
+        except Exception as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"the chat template cannot render a user's turn and the assistant's: {reason}")
+    added = sorted((token.content for token in tokenizer.added_tokens_decoder.values()), key=len, reverse=True)
+    any_added = re.compile("|".join(map(re.escape, added)) or "(?!)")
+
+    # The header is what a generation prompt has after the end of the user's turn, and an answer has before it.
+    ending, prompt = (
+        (_try(tokenizer, _USER, add_generation_prompt=prompted) or "").rpartition(_USER)[2] for prompted in (False, True)
+    )
+    differing = (n for n, (a, b) in enumerate(zip(ending, prompt, strict=False)) if a != b)
+    cut = next(differing, min(len(ending), len(prompt)))
+    cut = next((token.start() for token in any_added.finditer(prompt) if token.start() < cut < token.end()), cut)
+    before_answer = chat[chat.rfind(_USER) + len(_USER) : chat.index(_ANSWER)] if _USER in chat else ""
+    # Some prompts go on with what a thinking model writes itself; the header is what both have.
+    header = next((prompt[cut:end] for end in range(len(prompt), cut, -1) if prompt[cut:end] in before_answer), "")
+
+    def token_after(text):
+        rest = (text or "").rpartition(_ANSWER)[2].lstrip()
+        found = any_added.match(rest)
+        return found and found.group()
+
+    turn_end = token_after(chat)
+    with_system = _try(tokenizer, _SYSTEM, _USER, _ANSWER)
+    tool = {
+        "type": "function",
+        "function": {"name": _NEXT, "description": "", "parameters": {"type": "object", "properties": {}}},
+    }
+    with_tools = _try(tokenizer, _USER, _ANSWER, tools=[tool])
+    return Template(
+        header=header,
+        turn_end=turn_end,
+        ends_every_turn=turn_end is not None and token_after(_try(tokenizer, _USER, _ANSWER, _NEXT)) == turn_end,
+        takes_system=with_system is not None and _SYSTEM in with_system,
+        takes_tools=with_tools is not None and _NEXT in with_tools,
+    )
+
+
+def end_answers_with_eos(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Make the token that ends the template's answers the tokenizer's EOS, so that generation stops where they do.
+
+    Some models end a turn with another token than the tokenizer's EOS (Gemma's <end_of_turn>, Phi-3's <|end|>) and say so in
+    their generation configuration only, which a fine-tuned adapter does not always travel with.
+    """
+    turn_end, eos = inspect(tokenizer).turn_end, tokenizer.eos_token
+    if turn_end is None and eos is None:
+        raise ValueError(
+            "neither the tokenizer nor its chat template has a token that ends an answer: set eos_token in "
+            "tokenizer_config.json, or use --chat_template_format chatml"
+        )
+    if turn_end in (None, eos):
+        return
+    before = _try(tokenizer, _USER, _ANSWER)
+    tokenizer.eos_token = turn_end
+    if eos is not None and _try(tokenizer, _USER, _ANSWER) != before:  # the template writes the old EOS somewhere else
+        tokenizer.chat_template = "{% set eos_token = " + repr(eos) + " %}" + tokenizer.chat_template
 
 
 def check_template_name(name: str | None) -> None:

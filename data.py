@@ -1,115 +1,523 @@
-"""From a data set to token ids and labels: what is read, how a row becomes tokens, and which of them are supervised.
+"""The data of a run: loaded, tokenised once and cached, cut, mixed, packed, and described before the first step.
 
-A row is a chat (`messages`), a prompt with its completion, or plain text in one column. Each becomes `input_ids` and
-`labels` (-100 where the loss does not look), so nothing downstream guesses: TRL only cuts to length and packs.
+    sources.py   which rows there are              formats.py   what a row says
+    encoding.py  its tokens and labels             data_report.py   what will be trained on
+
+`prepare` puts them together. The data sets it returns have `input_ids` and `labels` (-100 where the loss does not look), and
+`seq_lengths` where they are packed, so that nothing downstream guesses, cuts or masks.
 """
 
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import datasets
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import xxhash
-from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+from datasets import Dataset, Features, IterableDataset, List, Value, concatenate_datasets, interleave_datasets
 from transformers import PreTrainedTokenizerBase
+from trl import pack_dataset
 
-IGNORE_INDEX = -100
-FILE_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+import data_report
+import encoding
+import formats
+import sources
+from encoding import IGNORE_INDEX
 
-
-def load_splits(dataset_name: str, splits: str, config_name: str | None = None) -> tuple[Dataset, Dataset | None]:
-    """Load the training split and, if a second one is named, the evaluation split.
-
-    Args:
-        dataset_name: Hub id, a file (json, jsonl, csv, parquet), a folder of such files, or a `save_to_disk` folder.
-        splits: comma list; the first one is trained on ("train", "train,test", "train_sft,test_sft[:500]").
-
-    Raises:
-        ValueError: no such data set or split, an unreadable file, an empty split.
-    """
-    names = [name.strip() for name in splits.split(",") if name.strip()]
-    if not 1 <= len(names) <= 2:
-        raise ValueError(f"--splits {splits!r} must name one split to train on and at most one to evaluate on: train,test")
-    loaded = [_load_split(dataset_name, name, config_name) for name in names]
-    for name, dataset in zip(names, loaded, strict=True):
-        if len(dataset) == 0:
-            raise ValueError(f"split {name!r} of --dataset_name {dataset_name} has no rows")
-    return loaded[0], loaded[1] if len(loaded) == 2 else None
+REPORT_ROWS = 1000  # of a stream, that the report is about
+TOKENS = Features({"input_ids": List(Value("int32")), "labels": List(Value("int32"))})
+FACTS = Features(
+    {**TOKENS}
+    | {name: Value(kind) for name, kind in {"length": "int32", "supervised": "int32", "flags": "int32"}.items()}
+    | {"digest": Value("uint64"), "problem": Value("string")}
+)
 
 
-def _load_split(dataset_name: str, split: str, config_name: str | None) -> Dataset:
-    path = Path(dataset_name)
-    if config_name is not None and path.exists():
-        raise ValueError(
-            f"--dataset_config_name {config_name} is for Hub data sets, and {dataset_name} is a local one: drop it"
+class BadRow(ValueError):
+    """(index in its data set, what is wrong with it)"""
+
+
+@dataclass
+class Prepared:
+    """What a run trains and evaluates on."""
+
+    train: Dataset | IterableDataset
+    evaluation: Dataset | None
+    report: data_report.Report
+    fingerprint: Callable[[], dict]  # computed when asked for, since one rank's is enough
+
+
+@dataclass
+class Part:
+    """A source in one role, tokenised."""
+
+    source: sources.Source
+    role: str  # "train" or "eval"
+    format: formats.Format
+    tokens: Dataset  # with FACTS, one row for each row of the source
+    skipped: list[str]
+    cached: bool
+    used: int | None = None
+
+    def column(self, name: str) -> np.ndarray:
+        return self.tokens.data.column(name).to_numpy()
+
+    @property
+    def kept(self) -> np.ndarray:
+        """Numbers of the rows that are trained on."""
+        dropped = data_report.BAD | data_report.TOO_LONG | data_report.UNSUPERVISED
+        return np.flatnonzero((self.column("flags") & dropped) == 0)
+
+
+@dataclass
+class Preparation:
+    """Everything that decides what rows become. The arguments are `train.py`'s (see arguments.py)."""
+
+    data_args: object
+    training_args: object
+    tokenizer: PreTrainedTokenizerBase
+    parts: list[Part] = field(default_factory=list)
+
+    def __post_init__(self):
+        data_args, args = self.data_args, self.training_args
+        splits_rows = args.packing and args.packing_strategy == "bfd_split"  # long rows go on in the next packed row
+        self.encoder = encoding.Encoder(
+            self.tokenizer,
+            loss_on=data_args.loss_on,
+            add_special_tokens=data_args.add_special_tokens,
+            append_concat_token=data_args.append_concat_token,
+            max_length=None if splits_rows else args.max_length,
+            truncation=data_args.truncation,
+            control_tokens=data_args.control_tokens_in_text,
         )
-    try:
-        if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-            stored = load_from_disk(dataset_name)
-            if not isinstance(stored, DatasetDict):
-                stored = DatasetDict({"train": stored})
-            if split not in stored:
-                raise ValueError(f'Unknown split "{split}". Should be one of {list(stored)}.')
-            return stored[split]
-        if path.is_file():
-            if path.suffix not in FILE_FORMATS:
-                raise ValueError(f"a {path.suffix or 'nameless'} file is not one of {', '.join(FILE_FORMATS)}")
-            return load_dataset(FILE_FORMATS[path.suffix], data_files=dataset_name, split=split)
-        return load_dataset(dataset_name, name=config_name, split=split)
-    except Exception as error:  # datasets raises a dozen types for a file it cannot find, read or parse
-        cause = error.__cause__ or error
-        reason = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
-        raise ValueError(f"--dataset_name {dataset_name} --splits {split}: {reason}") from None
 
+    # ---- Which rows ----
 
-def row_format(columns: list[str], text_field: str, has_template: bool) -> str:
-    """How the rows are read: "messages", "prompt-completion" or "text".
+    def plan(self) -> tuple[list[sources.Source], list[sources.Source], str]:
+        """The sources to train on, those to evaluate on, and when a mixture ends."""
+        data_args = self.data_args
+        if data_args.dataset_mixture is not None:
+            mixture = sources.read_mixture(data_args.dataset_mixture)
+            return mixture.train, mixture.evaluation, mixture.stop
+        names = sources.split_names(data_args.splits)
+        found = [sources.Source(data_args.dataset_name, split, data_args.dataset_config_name) for split in names]
+        return found[:1], found[1:], "first_exhausted"
 
-    Raises:
-        ValueError: the columns fit none, or only a chat without a template; it lists what was found and is accepted.
-    """
-    if "messages" in columns and has_template:
-        return "messages"
-    if "prompt" in columns and "completion" in columns:
-        return "prompt-completion"
-    if text_field in columns:
-        return "text"
-    if "messages" in columns:
-        raise ValueError(
-            "the rows are chats (column 'messages') but there is no chat template: set --chat_template_format chatml, "
-            "zephyr or a .jinja file"
-        )
-    raise ValueError(
-        f"no usable column among {columns}: expected 'messages', or 'prompt' and 'completion', or text in the column named "
-        f"by --dataset_text_field (now {text_field!r})"
-    )
-
-
-def tokenize(
-    dataset: Dataset,
-    split: str,
-    tokenizer: PreTrainedTokenizerBase,
-    text_field: str = "text",
-    num_proc: int | None = None,
-    **options,
-) -> Dataset:
-    """Replace every column by `input_ids` and `labels`; `options` are those of `encode_example`.
-
-    Raises:
-        ValueError: a row that cannot be used, with its number, or a split in which nothing is supervised.
-    """
-    row_format(dataset.column_names, text_field, tokenizer.chat_template is not None)
-
-    def encode(example, index):
+    def format_of(self, source: sources.Source, columns: list[str]) -> formats.Format:
+        data_args, named = self.data_args, source.columns
         try:
-            return encode_example(example, tokenizer, text_field=text_field, **options)
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"row {index} of split {split!r}: {error}") from None
+            chosen = formats.choose(
+                columns,
+                source.format or data_args.format,
+                source.text_field or self.training_args.dataset_text_field,
+                formats.parse_columns(data_args.columns) if named is None else named,
+                has_template=self.tokenizer.chat_template is not None,
+            )
+        except ValueError as error:
+            hint = sources.csv_hint(columns) if source.name.endswith(".csv") else ""
+            raise ValueError(f"{source.name}: {error}{hint}") from None
+        loss_on = data_args.loss_on
+        is_chat = chosen.name in ("messages", "sharegpt")
+        if loss_on == "assistant" and not is_chat and (chosen.name == "text" or self.tokenizer.chat_template is None):
+            raise ValueError(f"--loss_on assistant needs chats; the rows of {source.name} are {chosen.name}")
+        if loss_on == "completion" and chosen.name == "text":
+            raise ValueError(
+                f"--loss_on completion needs prompts with completions, or chats; the rows of {source.name} are text"
+            )
+        return chosen
 
-    tokens = dataset.map(
-        encode, with_indices=True, remove_columns=dataset.column_names, num_proc=num_proc, desc=f"Tokenizing {split}"
-    )
-    if not any(any(label != IGNORE_INDEX for label in labels) for labels in tokens["labels"]):
-        raise ValueError(f"no token of split {split!r} is supervised: there would be nothing to learn from")
-    return tokens
+    # ---- Tokens ----
+
+    def encode_batch(self, batch: dict, indices: list[int], format: formats.Format, stop_at_bad: bool) -> pa.Table:
+        """What `Dataset.map` calls: FACTS of a batch of rows."""
+        rows, problems = [], {}
+        has_template = self.tokenizer.chat_template is not None
+        for place in range(len(indices)):
+            example = {column: batch[column][place] for column in format.columns.values()}
+            try:
+                rows.append((place, formats.read(example, format, has_template)))
+            except ValueError as error:
+                problems[place] = str(error)
+        encoded = dict(zip((place for place, _ in rows), self.encoder.encode([row for _, row in rows]), strict=True))
+        problems |= {place: str(result) for place, result in encoded.items() if isinstance(result, ValueError)}
+        if problems and stop_at_bad:
+            place = min(problems)
+            raise BadRow(indices[place], problems[place])
+        nothing = np.empty(0, dtype=np.int32)
+        facts = []
+        for place in range(len(indices)):
+            if place in problems:
+                facts.append((nothing, nothing, 0, 0, data_report.BAD, 0, problems[place]))
+                continue
+            row = encoded[place]
+            supervised = int((row.labels != IGNORE_INDEX).sum())
+            flags = self._flags(row, supervised)
+            dropped = flags & (data_report.TOO_LONG | data_report.UNSUPERVISED)
+            ids, labels = (nothing, nothing) if dropped else (row.input_ids, row.labels)
+            facts.append((ids, labels, row.length, supervised, flags, row.digest, None))
+        columns = dict(zip(FACTS, zip(*facts, strict=True), strict=True))
+        for name in TOKENS:
+            ends = np.cumsum([0, *map(len, columns[name])], dtype=np.int32)
+            columns[name] = pa.ListArray.from_arrays(ends, np.concatenate(columns[name]))
+        return pa.table(columns, schema=FACTS.arrow_schema)
+
+    def _flags(self, row: encoding.Encoded, supervised: int) -> int:
+        bos, eos, ids = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id, row.input_ids
+        twice = ids[:-1][ids[:-1] == ids[1:]]
+        flags = {
+            data_report.TRUNCATED: row.truncated,
+            data_report.TOO_LONG: row.too_long,
+            # The first token is never predicted, so a row in which it alone is supervised teaches nothing.
+            data_report.UNSUPERVISED: not row.too_long and not (row.labels[1:] != IGNORE_INDEX).any(),
+            data_report.DOUBLE_BOS: bos is not None and bos != eos and bool((twice == bos).any()),
+            data_report.DOUBLE_EOS: bool((twice == eos).any()),
+            data_report.NO_EOS: supervised > 0 and not (row.labels == eos).any(),
+            data_report.EMPTY_TURN: row.empty_turn,
+            data_report.NOT_ALTERNATING: row.not_alternating,
+            data_report.SYSTEM_FOLDED: row.system_folded,
+            data_report.ESCAPED: row.escaped,
+        }
+        return sum(flag for flag, is_set in flags.items() if is_set)
+
+    def tokenise(self, rows: Dataset, source: sources.Source, role: str, skipped: list[str]) -> Part:
+        """Tokenise a data set, or take its tokens from the cache.
+
+        Raises:
+            ValueError: a row that cannot be used, by its file and line, unless --on_bad_row skip.
+        """
+        format = self.format_of(source, rows.column_names)
+        fingerprint = self.cache_key(rows, format)
+        cache = Path(datasets.config.HF_DATASETS_CACHE) / "tokenized"
+        cache.mkdir(parents=True, exist_ok=True)
+        stop = self.data_args.on_bad_row == "error"
+        cached = any(cache.glob(f"{fingerprint}*.arrow"))
+        try:
+            tokens = rows.map(
+                self.encode_batch,
+                batched=True,
+                with_indices=True,
+                fn_kwargs={"format": format, "stop_at_bad": stop},
+                remove_columns=rows.column_names,
+                features=FACTS,
+                num_proc=self.training_args.dataset_num_proc,
+                cache_file_name=str(cache / f"{fingerprint}.arrow"),
+                new_fingerprint=fingerprint,
+                desc=f"Tokenizing {source.name}",
+            )
+        except BadRow as error:
+            self.refuse(source, rows, *error.args)
+        part = Part(source, role, format, tokens, skipped, cached)
+        bad = np.flatnonzero(part.column("flags") & data_report.BAD)
+        for index in bad.tolist():
+            problem = tokens.data.column("problem")[index].as_py()
+            if stop:  # cached by a run that skipped
+                self.refuse(source, rows, index, problem)
+            part.skipped.append(f"{self.where(source, rows, index) if len(bad) <= 20 else f'row {index}'}: {problem}")
+        return part
+
+    @staticmethod
+    def where(source: sources.Source, rows: Dataset, index: int) -> str:
+        """A row's file and line, or else its number."""
+        return sources.locate(source, rows[index]) or f"row {index} of {source.name} ({source.split})"
+
+    def refuse(self, source, rows, index: int, problem: str) -> None:
+        raise ValueError(
+            f"{self.where(source, rows, index)}: {problem}; correct the row, or leave such rows out with --on_bad_row skip"
+        )
+
+    def cache_key(self, rows: Dataset, format: formats.Format) -> str:
+        """A fingerprint of the rows, the tokenizer, its template, the options, and the code that makes tokens of a row."""
+        encoder = self.encoder
+        options = [encoder.loss_on, encoder.add_special_tokens, encoder.append_concat_token, encoder.max_length]
+        options += [encoder.truncation, encoder.control_tokens, format.name, format.columns]
+        options += [self.tokenizer.chat_template, self.tokenizer.special_tokens_map]
+        digest = hashlib.sha256(json.dumps([rows._fingerprint, *options], default=str).encode())
+        digest.update(encoder.backend.to_str().encode())
+        for module in (formats, encoding, encoding.chat):
+            digest.update(Path(module.__file__).read_bytes())
+        return digest.hexdigest()[:32]
+
+    # ---- Putting it together ----
+
+    def load(self, found: list[sources.Source], role: str) -> list[Dataset]:
+        """Tokenise the sources of a role, as `self.parts`, and return what is used of each."""
+        fraction = self.data_args.eval_fraction
+        limit = self.data_args.max_samples if role == "train" else self.data_args.max_eval_samples
+        used = []
+        for source in found:
+            loaded = sources.load(source, on_bad_row=self.data_args.on_bad_row)
+            rows, held_out = loaded.dataset, None
+            if fraction:
+                rows, held_out = sources.split_off(rows, fraction, self.training_args.seed)
+            if limit is not None:
+                rows = rows.select(range(min(limit, len(rows))))
+            for part_rows, part_role in ((rows, role), (held_out, "eval")):
+                if part_rows is not None:
+                    skipped = loaded.skipped if part_role == role else []
+                    self.parts.append(self.tokenise(part_rows, source, part_role, list(skipped)))
+            part = self.parts[-2 if fraction else -1]
+            used.append(part.tokens.select_columns(list(TOKENS)).select(part.kept))
+        return used
+
+    def mix(self, tokens: list[Dataset], found: list[sources.Source], stop: str) -> Dataset:
+        """One data set of several: by weight if they have any, else one after the other."""
+        joined = concatenate_datasets(tokens)
+        if len(tokens) == 1 or found[0].weight is None or any(len(part) == 0 for part in tokens):
+            return joined
+        total = sum(source.weight for source in found)
+        edges = np.cumsum([0, *map(len, tokens)])
+        numbers = [Dataset.from_dict({"row": range(edges[i], edges[i + 1])}) for i in range(len(tokens))]
+        probabilities = [source.weight / total for source in found]
+        drawn = interleave_datasets(numbers, probabilities, seed=self.training_args.seed, stopping_strategy=stop)["row"]
+        drawn = np.asarray(drawn)
+        for part, low, high in zip([p for p in self.parts if p.role == "train"], edges, edges[1:], strict=False):
+            part.used = int(((drawn >= low) & (drawn < high)).sum())
+        return joined.select(drawn)
+
+    def pack(self, tokens: Dataset, on: bool) -> Dataset:
+        args = self.training_args
+        if not on or not len(tokens):
+            return tokens
+        key = hashlib.sha256(f"{tokens._fingerprint} {args.max_length} {args.packing_strategy}".encode()).hexdigest()[:32]
+        where = Path(datasets.config.HF_DATASETS_CACHE) / "tokenized" / f"{key}.arrow"
+        options = {
+            "num_proc": args.dataset_num_proc,
+            "cache_file_name": str(where),
+            "new_fingerprint": key,
+            "desc": "Packing",
+        }
+        return pack_dataset(tokens, args.max_length, args.packing_strategy, options)
+
+    def packing_facts(self, tokens: Dataset, packed: Dataset) -> dict | None:
+        """What packing does; of the first rows, what it would do, if it is off."""
+        args = self.training_args
+        if args.max_length is None or not len(tokens):
+            return None
+        if not args.packing:
+            tokens = tokens.select(range(min(len(tokens), REPORT_ROWS)))
+            packed = pack_dataset(tokens, args.max_length, "bfd", {"keep_in_memory": True, "load_from_cache_file": False})
+        size = int(_lengths(packed).sum())
+        return {"on": args.packing, "rows": len(packed), "of": len(tokens), "tokens": size, "capacity": args.max_length}
+
+    def report(self, train: Dataset, packed: Dataset, streamed: int | None = None) -> data_report.Report:
+        args, data_args = self.training_args, self.data_args
+        total = sum(part.source.weight or 0 for part in self.parts if part.role == "train")
+        rows = [
+            data_report.SourceRows(
+                source=part.source.name + (f" ({part.source.split})" if part.source.split != "train" else ""),
+                split=part.role,
+                format=str(part.format),
+                weight=part.source.weight / total if part.source.weight and part.role == "train" else None,
+                lengths=part.column("length"),
+                kept=_lengths(part.tokens),
+                supervised=part.column("supervised"),
+                flags=part.column("flags"),
+                digests=part.column("digest"),
+                skipped=part.skipped,
+                used=part.used,
+            )
+            for part in self.parts
+        ]
+        samples = []
+        for part in (p for p in self.parts if p.role == "train"):
+            for row in part.kept[: 3 - len(samples)].tolist():
+                example = part.tokens[row]
+                pieces = self.encoder.pieces(example["input_ids"], example["labels"])
+                samples.append(data_report.Sample(part.role, part.source.name, row, pieces))
+        return data_report.Report(
+            rows=rows,
+            samples=samples,
+            max_length=args.max_length,
+            truncation=data_args.truncation,
+            loss_on=data_args.loss_on or default_loss(self.parts),
+            batch_size=args.per_device_train_batch_size,
+            packing=self.packing_facts(train, packed),
+            tokenizer=self.tokenizer_facts(),
+            streamed=streamed,
+            cached=all(part.cached for part in self.parts),
+        )
+
+    def tokenizer_facts(self) -> dict[str, str]:
+        tokenizer, template = self.tokenizer, self.encoder.template
+        facts = {
+            name: f"{token!r} ({tokenizer.convert_tokens_to_ids(token)})" if token is not None else "none"
+            for name, token in (("BOS", tokenizer.bos_token), ("EOS", tokenizer.eos_token), ("PAD", tokenizer.pad_token))
+        }
+        if template is None:
+            return facts | {"chat template": "none"}
+        end = f"{template.turn_end!r} ends {'each' if template.ends_every_turn else 'the last'} answer"
+        if template.turn_end is None:
+            end = "it writes no token at the end of an answer" + (
+                "; EOS is added at the end of each row"
+                if self.encoder.append_concat_token
+                else ", so the model does not learn to stop"
+            )
+        system = "" if template.takes_system else "; a system prompt goes into the first user's turn, since it takes none"
+        return facts | {"chat template": f"{len(tokenizer.chat_template)} characters; {end}{system}"}
+
+
+def _lengths(tokens: Dataset) -> np.ndarray:
+    """Tokens of each row, without reading them."""
+    if tokens._indices is not None:
+        return _lengths_of(tokens.data.column("input_ids"))[np.asarray(tokens._indices.column(0))]
+    return _lengths_of(tokens.data.column("input_ids"))
+
+
+def _lengths_of(column: pa.ChunkedArray) -> np.ndarray:
+    chunks = [np.asarray(chunk.value_lengths()) for chunk in column.chunks]
+    return np.concatenate(chunks) if chunks else np.empty(0, dtype=np.int32)
+
+
+def default_loss(parts: list[Part]) -> str:
+    """What is supervised if --loss_on does not say, in words."""
+    names = {"messages": "assistant", "sharegpt": "assistant", "text": "all"}
+    return " and ".join(sorted({names.get(part.format.name, "completion") for part in parts}))
+
+
+def prepare(data_args, training_args, tokenizer: PreTrainedTokenizerBase) -> Prepared:
+    """The data sets of a run and the report on them.
+
+    Raises:
+        ValueError: no such data, rows that cannot be used, or nothing to learn from; one line that names the fix.
+    """
+    check_choices(data_args, training_args)
+    work = Preparation(data_args, training_args, tokenizer)
+    train_sources, eval_sources, stop = work.plan()
+    check_evaluation(data_args, training_args, eval_sources)
+    if data_args.streaming:
+        return _prepare_stream(work, train_sources, eval_sources, stop)
+    train = work.mix(work.load(train_sources, "train"), train_sources, stop)
+    if data_args.eval_fraction:
+        held_out = [part for part in work.parts if part.role == "eval"]
+        held_out = [part.tokens.select_columns(list(TOKENS)).select(part.kept) for part in held_out]
+    else:
+        held_out = work.load(eval_sources, "eval")
+    evaluation = concatenate_datasets(held_out) if held_out else None
+    if training_args.shuffle_dataset:
+        train = train.shuffle(seed=training_args.seed)
+    packed = work.pack(train, training_args.packing)
+    report = work.report(train, packed)
+    data_report.gates(report, data_args.max_unsupervised)
+    packs_evaluation = training_args.packing if training_args.eval_packing is None else training_args.eval_packing
+    evaluation = evaluation and work.pack(evaluation, packs_evaluation)
+    return Prepared(packed, evaluation, report, lambda: fingerprint(train))
+
+
+def check_choices(data_args, training_args) -> None:
+    """Raise ValueError for numbers out of range and for choices that exclude each other."""
+    for name, good, what in (
+        ("max_samples", lambda v: v is None or v >= 1, "at least 1"),
+        ("max_eval_samples", lambda v: v is None or v >= 1, "at least 1"),
+        ("max_unsupervised", lambda v: 0 <= v <= 1, "a share between 0 and 1"),
+        ("shuffle_buffer", lambda v: v >= 1, "at least 1 (which does not shuffle)"),
+    ):
+        if not good(getattr(data_args, name)):
+            raise ValueError(f"--{name} {getattr(data_args, name)} must be {what}")
+    if not data_args.streaming:
+        return
+    if training_args.max_steps < 1 and not data_args.data_only:
+        raise ValueError("--streaming True needs --max_steps: how many rows there are is not known")
+    if data_args.eval_fraction is not None:
+        raise ValueError(
+            "--eval_fraction cannot set rows of a stream aside: name a split in --splits, with --max_eval_samples"
+        )
+    if training_args.dataset_num_proc is not None:
+        raise ValueError("--dataset_num_proc has no effect with --streaming True: use --dataloader_num_workers")
+    if training_args.shuffle_dataset:
+        raise ValueError("--shuffle_dataset has no effect with --streaming True: use --shuffle_buffer")
+
+
+def check_evaluation(data_args, training_args, eval_sources: list) -> None:
+    """Raise ValueError unless there is something to evaluate on exactly if there is an evaluation."""
+    evaluates, fraction = training_args.eval_strategy != "no", data_args.eval_fraction
+    if fraction is not None and not 0 < fraction < 1:
+        raise ValueError(f"--eval_fraction {fraction} must be between 0 and 1, such as 0.05")
+    if fraction is not None and eval_sources:
+        raise ValueError(
+            "--eval_fraction and a split to evaluate on (--splits, or eval in the mixture) are two ways: drop one"
+        )
+    if (eval_sources or fraction) and not evaluates and not data_args.data_only:
+        what = "--eval_fraction sets rows aside" if fraction else f"{eval_sources[0].split} is a split"
+        raise ValueError(f"{what} to evaluate on but --eval_strategy is no: add --eval_strategy epoch, or drop it")
+    if evaluates and not eval_sources and not fraction:
+        raise ValueError(
+            f"--eval_strategy {training_args.eval_strategy.value} needs rows to evaluate on: name a second split in "
+            "--splits, or set --eval_fraction 0.05, or --eval_strategy no"
+        )
+
+
+def _prepare_stream(work: Preparation, train_sources: list, eval_sources: list, stop: str) -> Prepared:
+    """As `prepare`, with training rows that are read and tokenised as they are needed.
+
+    Every rank reads the whole stream and takes its share of each batch, so all have equally many and the order of rows does
+    not depend on the number of ranks. The report is about the first rows.
+    """
+    data_args, args = work.data_args, work.training_args
+    streams, samples = [], []
+    for source in train_sources:
+        stream = sources.load(source, on_bad_row=data_args.on_bad_row, streaming=True).dataset
+        if data_args.max_samples is not None:
+            stream = stream.take(data_args.max_samples)
+        rows = Dataset.from_list(list(stream.take(REPORT_ROWS)), features=stream.features)
+        part = work.tokenise(rows, source, "train", [])
+        work.parts.append(part)
+        samples.append(part.tokens.select_columns(list(TOKENS)).select(part.kept))
+        if data_args.shuffle_buffer > 1:
+            stream = stream.shuffle(seed=args.seed, buffer_size=data_args.shuffle_buffer)
+        encode = EncodeStream(work, source, part.format)
+        # A batch is tokenised whole before its first row is used, so a smaller one starts sooner.
+        streams.append(stream.map(encode, batched=True, batch_size=100, remove_columns=rows.column_names, features=TOKENS))
+    sample = concatenate_datasets(samples)
+    packed = work.pack(sample, args.packing)
+    if len(streams) == 1:
+        train = streams[0]
+    elif train_sources[0].weight is None:
+        train = concatenate_datasets(streams)
+    else:
+        total = sum(source.weight for source in train_sources)
+        shares = [source.weight / total for source in train_sources]
+        train = interleave_datasets(streams, shares, seed=args.seed, stopping_strategy=stop)
+    if args.packing:
+        train = pack_dataset(train, args.max_length, args.packing_strategy)
+    held_out = []
+    for source in eval_sources:
+        loaded = sources.load(source, on_bad_row=data_args.on_bad_row, streaming=data_args.max_eval_samples is not None)
+        rows = loaded.dataset
+        if data_args.max_eval_samples is not None:
+            rows = Dataset.from_list(list(rows.take(data_args.max_eval_samples)), features=rows.features)
+        part = work.tokenise(rows, source, "eval", loaded.skipped)
+        work.parts.append(part)
+        held_out.append(part.tokens.select_columns(list(TOKENS)).select(part.kept))
+    report = work.report(sample, packed, streamed=REPORT_ROWS)
+    data_report.gates(report, data_args.max_unsupervised)
+    packs_evaluation = args.packing if args.eval_packing is None else args.eval_packing
+    evaluation = work.pack(concatenate_datasets(held_out), packs_evaluation) if held_out else None
+    args.accelerator_config.dispatch_batches = False  # the main process would send batches, which differ in length
+    return Prepared(train, evaluation, report, lambda: fingerprint(sample))
+
+
+class EncodeStream:
+    """Tokens of the rows of a stream that can be trained on."""
+
+    def __init__(self, work: Preparation, source: sources.Source, format: formats.Format):
+        self.encode, self.source, self.format = work.encode_batch, source, format
+        self.stop = work.data_args.on_bad_row == "error"
+
+    def __call__(self, batch: dict) -> dict:
+        count = len(next(iter(batch.values())))
+        try:
+            facts = self.encode(batch, range(count), self.format, self.stop)
+        except BadRow as error:
+            example = {column: values[error.args[0]] for column, values in batch.items()}
+            where = sources.locate(self.source, example) or f"a row of {self.source.name}"
+            raise BadRow(
+                f"{where}: {error.args[1]}; correct the row, or leave such rows out with --on_bad_row skip"
+            ) from None
+        return facts.select(list(TOKENS)).filter(pc.greater(pc.list_value_length(facts["input_ids"]), 0)).to_pydict()
 
 
 def fingerprint(dataset: Dataset) -> dict:
@@ -122,168 +530,3 @@ def fingerprint(dataset: Dataset) -> dict:
             digest.update(np.asarray(column.flatten(), dtype=np.int64).tobytes())
         tokens += len(column.flatten())
     return {"rows": len(dataset), "tokens": tokens, "xxh3_128": digest.hexdigest()}
-
-
-def length_notes(dataset: Dataset, max_length: int | None) -> list[str]:
-    """What cutting to `max_length` does, as lines for the health check; none if all rows fit.
-
-    Raises:
-        ValueError: no row keeps a supervised token.
-    """
-    if max_length is None:
-        return []
-    lengths = [len(ids) for ids in dataset["input_ids"]]
-    long = sum(length > max_length for length in lengths)
-    lost = sum(all(label == IGNORE_INDEX for label in labels[:max_length]) for labels in dataset["labels"]) if long else 0
-    if lost == len(lengths):
-        raise ValueError(
-            f"--max_length {max_length} cuts every row before its first supervised token (longest: {max(lengths)})"
-        )
-    notes = []
-    if long:
-        notes.append(
-            f"{long} of {len(lengths)} rows are longer than --max_length {max_length} (longest: {max(lengths)}) and are cut"
-        )
-    if lost:
-        notes.append(
-            f"{lost} of {len(lengths)} rows have no supervised token before --max_length {max_length}: they teach nothing"
-        )
-    return notes
-
-
-def encode_example(
-    example: dict,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    text_field: str = "text",
-    add_special_tokens: bool | None = None,
-    append_concat_token: bool = True,
-    assistant_only_loss: bool = False,
-    completion_only_loss: bool | None = None,
-) -> dict[str, list[int]]:
-    """Token ids and labels of one row, uncut.
-
-    Args:
-        add_special_tokens: whether the tokenizer adds its own BOS/EOS; None means only where no chat template wrote them.
-        append_concat_token: end the row with EOS unless it ends with it already (white space apart).
-        assistant_only_loss: for `messages`, supervise the assistant's turns, each with the EOS that ends it.
-        completion_only_loss: for `prompt` and `completion`, supervise the completion only; None means True.
-
-    Returns:
-        `input_ids` and `labels`, of equal length; `labels` is -100 at every position the loss ignores.
-
-    Raises:
-        ValueError: the row does not fit, or the template refuses it.
-    """
-    kind = row_format(list(example), text_field, tokenizer.chat_template is not None)
-    if kind == "messages":
-        text, spans = _render_chat(example["messages"], tokenizer, assistant_only_loss)
-    elif kind == "prompt-completion":
-        text, spans = _render_prompt_completion(example, tokenizer, completion_only_loss is not False)
-    else:
-        text, spans = example[text_field], None
-        if not isinstance(text, str):
-            raise ValueError(f"column {text_field!r} holds {text!r}, which is not text")
-    if assistant_only_loss and kind != "messages":
-        raise ValueError(f"--assistant_only_loss True needs chats in a 'messages' column; these rows are {kind}")
-    if completion_only_loss and kind != "prompt-completion":
-        raise ValueError(
-            f"--completion_only_loss True needs the columns 'prompt' and 'completion'; these rows are {kind}"
-            + ("; for chats use --assistant_only_loss True" if kind == "messages" else "")
-        )
-    rendered = kind == "messages" or (kind == "prompt-completion" and not isinstance(example["prompt"], str))
-
-    encoded = tokenizer(
-        text,
-        add_special_tokens=not rendered if add_special_tokens is None else add_special_tokens,
-        return_offsets_mapping=spans is not None,
-    )
-    ids = list(encoded["input_ids"])
-    offsets = list(encoded["offset_mapping"]) if spans is not None else None
-    if tokenizer.bos_token_id is not None and ids[:2] == [tokenizer.bos_token_id] * 2:  # once from the template, once more
-        ids, offsets = ids[1:], offsets[1:] if offsets else offsets
-    if spans is None:
-        labels = list(ids)
-    else:
-        # A token that straddles the start of an answer ("▁Paris" after a prompt that ends in a space) belongs to the answer.
-        labels = [
-            token if any(start < high and end > low for low, high in spans) else IGNORE_INDEX
-            for token, (start, end) in zip(ids, offsets, strict=True)
-        ]
-    if append_concat_token and not _ends_with_eos(ids, tokenizer):
-        ends_supervised = spans is None or spans[-1][1] >= len(text.rstrip())
-        ids.append(tokenizer.eos_token_id)
-        labels.append(tokenizer.eos_token_id if ends_supervised else IGNORE_INDEX)
-    if not ids:
-        raise ValueError("the row is empty")
-    return {"input_ids": ids, "labels": labels}
-
-
-def _ends_with_eos(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> bool:
-    for token in reversed(ids[-4:]):  # a template may write white space after the token that ends a turn
-        if token == tokenizer.eos_token_id:
-            return True
-        if tokenizer.decode([token]).strip():
-            return False
-    return False
-
-
-def _render(messages: list[dict], tokenizer: PreTrainedTokenizerBase, add_generation_prompt: bool = False) -> str:
-    try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
-    except Exception as error:  # Jinja errors, and whatever a template raises on purpose
-        raise ValueError(f"the chat template refuses it ({error})") from None
-
-
-def _supervised(text: str, start: int, end: int, tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
-    """The span of an answer up to the EOS that ends it, without the white space a template writes after that."""
-    eos_at = text.rfind(tokenizer.eos_token, start, end)
-    if eos_at >= 0 and not text[eos_at + len(tokenizer.eos_token) : end].strip():
-        end = eos_at + len(tokenizer.eos_token)
-    return start, end
-
-
-def _render_chat(messages, tokenizer, assistant_only) -> tuple[str, list[tuple[int, int]] | None]:
-    """The rendered chat and the character spans to supervise (None: all of it)."""
-    if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) and "role" in m for m in messages):
-        raise ValueError("'messages' must be a non-empty list of {role, content}")
-    text = _render(messages, tokenizer)
-    if not assistant_only:
-        return text, None
-    spans = []
-    for index, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        before = _render(messages[:index], tokenizer, add_generation_prompt=True)
-        after = _render(messages[: index + 1], tokenizer)
-        if not (after.startswith(before) and text.startswith(after)):
-            raise ValueError(
-                "--assistant_only_loss True cannot find the assistant's turns, because the chat template rewrites earlier "
-                "turns; use another --chat_template_format or --assistant_only_loss False"
-            )
-        spans.append(_supervised(text, len(before), len(after), tokenizer))
-    if not spans:
-        raise ValueError("the chat has no assistant turn to supervise")
-    return text, spans
-
-
-def _render_prompt_completion(example, tokenizer, completion_only) -> tuple[str, list[tuple[int, int]] | None]:
-    prompt, completion = example["prompt"], example["completion"]
-    if isinstance(prompt, str) and isinstance(completion, str):
-        text = prompt + completion
-        if completion_only and not completion:
-            raise ValueError("the completion is empty")
-        return text, [(len(prompt), len(text))] if completion_only else None
-    if not (isinstance(prompt, list) and isinstance(completion, list)):
-        raise ValueError("'prompt' and 'completion' must both be text or both be lists of {role, content}")
-    if tokenizer.chat_template is None:
-        raise ValueError("'prompt' is a chat but there is no chat template: set --chat_template_format")
-    text = _render(prompt + completion, tokenizer)
-    if not completion_only:
-        return text, None
-    start = _render(prompt, tokenizer, add_generation_prompt=True)
-    if not text.startswith(start):
-        raise ValueError(
-            "the chat template rewrites the prompt when the completion follows; use --completion_only_loss False"
-        )
-    return text, [_supervised(text, len(start), len(text), tokenizer)]

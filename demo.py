@@ -138,12 +138,16 @@ def load_model(model, adapter=None):
     return loaded.eval(), tokenizer
 
 
-def held_out_loss(model, tokenizer, rows, encode_example, batch_size=8):
+def held_out_loss(model, tokenizer, rows, batch_size=8):
     """Mean cross-entropy in nats over all supervised tokens of all rows: the answers and the EOS that ends them."""
     import torch
     from tqdm import tqdm
 
-    encoded = [encode_example(row, tokenizer, assistant_only_loss=True) for row in rows]
+    from encoding import Encoder
+    from formats import Row
+
+    encoder = Encoder(tokenizer, loss_on="assistant")
+    encoded = [vars(encoder.one(Row(messages=row["messages"]))) for row in rows]
     total, count = 0.0, 0
     for start in tqdm(range(0, len(encoded), batch_size), desc="loss", unit="batch", mininterval=0.5):
         batch = encoded[start : start + batch_size]
@@ -153,8 +157,8 @@ def held_out_loss(model, tokenizer, rows, encode_example, batch_size=8):
         mask = torch.zeros_like(ids)
         for i, example in enumerate(batch):
             n = len(example["input_ids"])
-            ids[i, :n] = torch.tensor(example["input_ids"])
-            labels[i, :n] = torch.tensor(example["labels"])
+            ids[i, :n] = torch.from_numpy(example["input_ids"])
+            labels[i, :n] = torch.from_numpy(example["labels"])
             mask[i, :n] = 1
         with torch.inference_mode():
             logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1]
@@ -182,7 +186,7 @@ def generate_answers(model, tokenizer, rows, max_new_tokens, batch_size=40):
             return torch.zeros(len(input_ids), dtype=torch.bool)
 
     conversations = [row["messages"][:-1] for row in rows]
-    # The public template call, not encode_example: answers must come out right where the model will really be used.
+    # The public template call, not the encoder: answers must come out right where the model will really be used.
     prompts = [tokenizer.apply_chat_template(c, add_generation_prompt=True, tokenize=False) for c in conversations]
     eos = tokenizer.eos_token_id
     pad = eos if tokenizer.pad_token_id is None else tokenizer.pad_token_id  # masked in the prompt, dropped in the answer
@@ -249,14 +253,12 @@ def evaluate(model, data, out, adapter=None, samples=None):
             return cached
     import transformers
 
-    from data import encode_example
-
     transformers.utils.logging.set_verbosity_error()  # keep the progress bars readable
     rows = read_rows(data, samples)
     loaded, tokenizer = load_model(model, adapter)
     longest = max(len(tokenizer(row["messages"][-1]["content"])["input_ids"]) for row in rows)
     answers = generate_answers(loaded, tokenizer, rows, longest + EXTRA_TOKENS)
-    result = {"key": key, **score(rows, answers, held_out_loss(loaded, tokenizer, rows, encode_example))}
+    result = {"key": key, **score(rows, answers, held_out_loss(loaded, tokenizer, rows))}
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return result

@@ -13,6 +13,9 @@ from transformers import TrainerCallback
 import sharding
 
 
+SAMPLE_ROWS = 1000  # of the training data, that their facts are measured on
+
+
 def human(number: float, unit: str = "") -> str:
     """1.35e8 -> "135M"; with a unit of "B", binary multiples: 2**30 -> "1.00 GiB"."""
     if unit == "B":
@@ -66,6 +69,7 @@ class HealthCheck(TrainerCallback):
         self.trainer, self.requested, self.shards = trainer, requested, shards
         self.new_token_ids, self.notes = list(new_token_ids), notes  # more may be added until training starts
         self.counts = count_parameters(trainer.model)
+        self.sample = list(trainer.train_dataset.take(SAMPLE_ROWS))
         trained = sum(c[1] for c in self.counts.values())
         if trained == 0:
             raise ValueError("no parameter is trained: check --use_peft_lora and --lora_target_modules")
@@ -112,8 +116,7 @@ class HealthCheck(TrainerCallback):
         rows += self.token_facts()
         sequences = args.per_device_train_batch_size * args.gradient_accumulation_steps * world
         accumulation = f"{args.per_device_train_batch_size} x {args.gradient_accumulation_steps} accumulated x {world}"
-        lengths = trainer.train_dataset[: min(len(trainer.train_dataset), 1000)]["input_ids"]
-        mean = sum(len(ids) for ids in lengths) / len(lengths)
+        mean = sum(len(row["input_ids"]) for row in self.sample) / len(self.sample)
         kind = "packed rows" if args.packing else "sequences"
         rows.append(("effective batch", f"{sequences} {kind} ({accumulation}), about {human(sequences * mean)} tokens"))
         saves = args.save_strategy.value if hasattr(args.save_strategy, "value") else str(args.save_strategy)
@@ -138,24 +141,19 @@ class HealthCheck(TrainerCallback):
         return f"each rank its shard: read {read} of {stored}, at most {peak} in use, {report['seconds']:.1f} s"
 
     def token_facts(self) -> list[tuple[str, str]]:
-        tokenizer, trainer = self.trainer.processing_class, self.trainer
+        tokenizer = self.trainer.processing_class
         eos, pad = (f"{t!r} ({tokenizer.convert_tokens_to_ids(t)})" for t in (tokenizer.eos_token, tokenizer.pad_token))
-        sample = trainer.train_dataset[: min(len(trainer.train_dataset), 1000)]
-        tokens = sum(len(ids) for ids in sample["input_ids"])
-        supervised = sum(label != -100 for labels in sample["labels"] for label in labels)
-        taught = sum(label == tokenizer.eos_token_id for labels in sample["labels"] for label in labels)
+        tokens = sum(len(row["input_ids"]) for row in self.sample)
+        supervised = sum(label != -100 for row in self.sample for label in row["labels"])
+        taught = sum(label == tokenizer.eos_token_id for row in self.sample for label in row["labels"])
         rows = [
             ("EOS, PAD", f"{eos}, {pad}"),
             ("chat template", "none" if tokenizer.chat_template is None else f"{len(tokenizer.chat_template)} characters"),
             (
                 "supervised tokens",
-                f"{supervised / max(tokens, 1):.1%} (of the first {len(sample['input_ids'])} rows), {taught} of them EOS",
+                f"{supervised / max(tokens, 1):.1%} (of the first {len(self.sample)} rows), {taught} of them EOS",
             ),
         ]
-        if taught == 0:
-            rows.append(
-                ("warning", "EOS is never supervised, so the model is not taught to stop: see --append_concat_token")
-            )
         if self.new_token_ids:
             added = ", ".join(tokenizer.convert_ids_to_tokens(self.new_token_ids))
             rows.append(("added tokens", f"{added}: their rows are trained and saved in the adapter"))

@@ -23,10 +23,12 @@ import checkpoint
 import checks
 import cpu_fsdp
 import data
+import data_report
 import loading
 import peft_fsdp
 import run_record
 import sharding
+import turns
 import utils
 from adapter import WrongAdapter
 from errors import fail, one_line_errors
@@ -39,6 +41,8 @@ def main(argv: list[str] | None = None) -> AdapterSFTTrainer:
     with one_line_errors():
         # Parse. Building the training arguments starts the process group, so the launch is checked around it.
         command = arguments.parse(argv)
+        if command.values.data_only:
+            return report_data(command)
         fsdp = checks.FsdpSettings.from_environment()
         checks.check_processes(command.use_cpu, fsdp)
         notes = cpu_fsdp.enable(command.use_cpu)
@@ -60,13 +64,13 @@ def main(argv: list[str] | None = None) -> AdapterSFTTrainer:
             checkpoint.sweep(training_args.output_dir)
 
         # Tokenizer and data sets.
-        tokenizer, new_token_ids = chat.prepare_tokenizer(
-            model_args.model_name_or_path, model_args.chat_template_format, model_args.model_revision, trust
-        )
-        with training_args.main_process_first(local=False), training_args.main_process_first(local=True):
-            train_dataset, eval_dataset = prepare_datasets(data_args, training_args, tokenizer)
-        notes += data.length_notes(train_dataset, training_args.max_length)
-        fingerprint = on_main(data.fingerprint, train_dataset)
+        tokenizer, new_token_ids = prepare_tokenizer(model_args, training_args)
+        with turns.main_first():
+            prepared = data.prepare(data_args, training_args, tokenizer)
+        if PartialState().is_main_process:
+            data_report.show(prepared.report)
+            data_report.write(prepared.report, training_args.output_dir)
+        fingerprint = on_main(prepared.fingerprint)
         if training_args.resume_from_checkpoint is not None:
             notes += checks.check_data(training_args, fingerprint, model_args)
         # Embedding rows that no checkpoint fills are trained: of tokens added here, or before without resizing the model.
@@ -89,8 +93,8 @@ def main(argv: list[str] | None = None) -> AdapterSFTTrainer:
                 model=model,
                 processing_class=tokenizer,
                 args=training_args,
-                train_dataset=train_dataset,
-                eval_dataset=eval_dataset,
+                train_dataset=prepared.train,
+                eval_dataset=prepared.evaluation,
                 peft_config=peft_config,
                 about={"arguments": run_record.arguments(model_args, data_args, training_args), "data": fingerprint},
             )
@@ -144,7 +148,14 @@ def main(argv: list[str] | None = None) -> AdapterSFTTrainer:
         preemption.close()
         if training_args.push_to_hub:  # after everything is on disk, so that a failed push loses nothing
             trainer.push_final()
-    except (sharding.NotInForce, WrongAdapter, loading.LoadingFailed, SaveFailed, run_record.NotWritten) as error:
+    except (
+        sharding.NotInForce,
+        WrongAdapter,
+        loading.LoadingFailed,
+        SaveFailed,
+        run_record.NotWritten,
+        data.BadRow,
+    ) as error:
         fail(str(error))
     return trainer
 
@@ -163,33 +174,28 @@ def on_main(function, *args):
     return result
 
 
-def prepare_datasets(data_args, training_args, tokenizer):
-    """The tokenised training and evaluation splits; the second is None if `--splits` names one split only."""
-    train, evaluation = data.load_splits(data_args.dataset_name, data_args.splits, data_args.dataset_config_name)
-    if evaluation is not None and training_args.eval_strategy == "no":
-        raise ValueError(
-            f"--splits {data_args.splits} names a split to evaluate on but --eval_strategy is no: add "
-            "--eval_strategy epoch, or name the first split only"
-        )
-    if evaluation is None and training_args.eval_strategy != "no":
-        raise ValueError(
-            f"--eval_strategy {training_args.eval_strategy.value} needs a split to evaluate on: name a second one in "
-            f"--splits (now {data_args.splits!r}) or set --eval_strategy no"
-        )
-    options = dict(
-        text_field=training_args.dataset_text_field,
-        num_proc=training_args.dataset_num_proc,
-        add_special_tokens=data_args.add_special_tokens,
-        append_concat_token=data_args.append_concat_token,
-        assistant_only_loss=training_args.assistant_only_loss,
-        completion_only_loss=training_args.completion_only_loss,
+def prepare_tokenizer(model_args, training_args):
+    """The tokenizer with its template, and the ids of the tokens added to it."""
+    return chat.prepare_tokenizer(
+        model_args.model_name_or_path,
+        model_args.chat_template_format,
+        model_args.model_revision,
+        training_args.trust_remote_code,
+        model_args.new_special_tokens,
     )
-    names = [name.strip() for name in data_args.splits.split(",")]
-    train = data.tokenize(train, names[0], tokenizer, **options)
-    evaluation = data.tokenize(evaluation, names[1], tokenizer, **options) if evaluation is not None else None
-    # The labels say what is supervised; TRL would ask for columns that are no longer there.
-    training_args.assistant_only_loss, training_args.completion_only_loss = False, None
-    return train, evaluation
+
+
+def report_data(command: arguments.Command) -> None:
+    """`--data_only`: the report on the data, for which neither the model nor its hardware is needed."""
+    command.values.use_cpu, command.values.bf16, command.values.fp16 = True, False, False
+    model_args, data_args, training_args = command.build()
+    tokenizer, _ = prepare_tokenizer(model_args, training_args)
+    with turns.main_first():
+        prepared = data.prepare(data_args, training_args, tokenizer)
+    if PartialState().is_main_process:
+        data_report.show(prepared.report)
+        for path in data_report.write(prepared.report, training_args.output_dir):
+            print(f"written: {path}")
 
 
 if __name__ == "__main__":

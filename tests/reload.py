@@ -1,4 +1,4 @@
-"""In a fresh process: base model + saved adapter, evaluated without any of this project's training code but `data.py`.
+"""In a fresh process: base model + saved adapter, evaluated without any of this project's training code but what makes tokens of rows.
 
 python tests/reload.py plan.json     a list of {"adapter", "base", "data", "four_bit", "dtype"}; prints a JSON list
 """
@@ -14,7 +14,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 import cpu_fsdp
-import data
+import encoding
+import formats
 
 
 def evaluate(case: dict) -> dict:
@@ -34,12 +35,20 @@ def evaluate(case: dict) -> dict:
     if len(tokenizer) > base.get_input_embeddings().weight.shape[0]:
         torch.manual_seed(100)
         base.resize_token_embeddings(len(tokenizer))
-    evaluation = data.load_splits(case["data"], "train,test")[1]
-    rows = data.tokenize(evaluation, "test", tokenizer, add_special_tokens=False, append_concat_token=False)
+    encoder = encoding.Encoder(tokenizer, append_concat_token=False)
+    lines = (Path(case["data"]) / "test.jsonl").read_text().splitlines()
+    rows = [encoder.one(formats.Row(messages=json.loads(line)["messages"])) for line in lines]
 
     def loss(model):
         with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=case["dtype"] == "bfloat16"):
-            each = [model(**{k: torch.tensor([v]) for k, v in row.items()}).loss.float().item() for row in rows]
+            each = [
+                model(
+                    input_ids=torch.from_numpy(row.input_ids)[None].long(), labels=torch.from_numpy(row.labels)[None].long()
+                )
+                .loss.float()
+                .item()
+                for row in rows
+            ]
         return sum(each) / len(each)
 
     before = loss(base.eval())

@@ -148,8 +148,7 @@ def chat(message, answer):
 ROWS = [chat("where is it", '{"a": 1}'), chat("hi", "{}"), chat("a much longer message than the others", '{"b": 22}')]
 
 
-def encode(row, tokenizer, assistant_only_loss):
-    assert assistant_only_loss
+def encode(row, tokenizer):
     prompt = tokenizer.apply_chat_template(row["messages"][:-1], add_generation_prompt=True, tokenize=False)
     prompt, answer = (tokenizer(t)["input_ids"] for t in (prompt, row["messages"][-1]["content"] + tokenizer.eos_token))
     return {"input_ids": prompt + answer, "labels": [-100] * len(prompt) + answer}
@@ -161,14 +160,14 @@ def test_loss_is_the_mean_over_answer_tokens_whatever_the_batch(tiny):
     model, tokenizer = demo.load_model(tiny)
     total, count = 0.0, 0
     for row in ROWS:
-        ids, labels = (torch.tensor([x]) for x in encode(row, tokenizer, True).values())
+        ids, labels = (torch.tensor([x]) for x in encode(row, tokenizer).values())
         logprobs = model(ids).logits.log_softmax(-1)[0]
         for position in range(1, ids.shape[1]):
             if labels[0, position] != -100:
                 total, count = total - logprobs[position - 1, ids[0, position]].item(), count + 1
     assert count == sum(len(row["messages"][-1]["content"]) + 1 for row in ROWS)  # bytes, and one EOS each
     for batch_size in (1, 2, 3):
-        assert demo.held_out_loss(model, tokenizer, ROWS, encode, batch_size) == pytest.approx(total / count, rel=1e-5)
+        assert demo.held_out_loss(model, tokenizer, ROWS, batch_size) == pytest.approx(total / count, rel=1e-5)
 
 
 def test_batched_answers_equal_single_ones_and_keep_their_order(tiny):
@@ -179,17 +178,14 @@ def test_batched_answers_equal_single_ones_and_keep_their_order(tiny):
         assert demo.generate_answers(model, tokenizer, ROWS, 8, batch_size) == single
 
 
-def test_a_model_taught_the_answers_scores_one_and_stops_at_eos(tiny, tmp_path, monkeypatch):
-    import sys
-    import types
-
+def test_a_model_taught_the_answers_scores_one_and_stops_at_eos(tiny, tmp_path):
     import torch
 
     model, tokenizer = demo.load_model(tiny)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     for _ in range(60):
         for row in ROWS:
-            ids, labels = (torch.tensor([x]) for x in encode(row, tokenizer, True).values())
+            ids, labels = (torch.tensor([x]) for x in encode(row, tokenizer).values())
             model(ids, labels=labels).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -197,7 +193,6 @@ def test_a_model_taught_the_answers_scores_one_and_stops_at_eos(tiny, tmp_path, 
     tokenizer.save_pretrained(tmp_path / "taught")
     data = tmp_path / "test.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    monkeypatch.setitem(sys.modules, "data", types.SimpleNamespace(encode_example=encode))
 
     before = demo.evaluate(str(tiny), str(data), tmp_path / "before.json")
     after = demo.evaluate(str(tmp_path / "taught"), str(data), tmp_path / "after.json")
@@ -298,7 +293,7 @@ def test_samples_show_different_kinds_of_answers():
 def test_recipe_fits_the_data_and_the_script():
     recipe = yaml.safe_load((ROOT / "configs" / "demo_recipe.yaml").read_text())
     assert (ROOT / recipe["dataset_name"]).is_dir() and recipe["splits"] == "train"
-    assert recipe["use_cpu"] is True and recipe["bf16"] is False and recipe["assistant_only_loss"] is True
+    assert recipe["use_cpu"] is True and recipe["bf16"] is False and recipe["loss_on"] == "assistant"
     script = (ROOT / "run_demo.sh").read_text()
     assert "set -euo pipefail" in script and len(script.splitlines()) <= 40
     parser = demo.build_parser()

@@ -34,6 +34,7 @@ def argv(assets, out, batch, accumulation, kind):
         "dataset_name": assets["data"],
         "splits": "train,test",
         "chat_template_format": "chatml",
+        "loss_on": "all",
         "use_cpu": True,
         "bf16": False,
         "max_steps": STEPS,

@@ -1,0 +1,437 @@
+"""From a chat or a text to token ids and labels: which characters are supervised, and which tokens those are.
+
+A chat is rendered twice, as it is and with a mark of one unused character before and after each message's content. Where
+the second equals the first without its marks, the marks say where the template put each message, whatever else it does:
+trim, reorder, fold a system prompt, drop the thinking of earlier turns. So no template has to say itself what is generated.
+
+An answer is what follows the template's header up to and including the token that ends the turn, tool calls included. Text
+from the data never becomes a control token: where it looks like one, the row is encoded with the two kept apart.
+"""
+
+import bisect
+import itertools
+import re
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+from tokenizers import AddedToken, Tokenizer
+from transformers import PreTrainedTokenizerBase
+
+import chat
+import formats
+
+IGNORE_INDEX = -100
+LOSS_ON = ("assistant", "completion", "all")
+TRUNCATION = ("right", "left", "drop", "error")
+CONTROL_TOKENS = ("keep", "escape")
+
+# Two private planes of Unicode, which no text uses: one for the marks, one for what stands for a control token.
+_MARKS, _STAND_INS = range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE)
+_MARK = re.compile("[\U000f0000-\U000ffffd]")
+_STAND_IN = re.compile("[\U00100000-\U0010fffd]")
+_PRIVATE = re.compile("[\U000f0000-\U0010fffd]")
+
+
+class ChoiceNeeded(ValueError):
+    """Text rows hold control tokens, and whether those are meant is not said; not the fault of a single row."""
+
+
+@dataclass
+class Encoded:
+    """A row as tokens: `input_ids` and `labels` (int32 arrays of equal length, -100 where the loss does not look)."""
+
+    input_ids: np.ndarray
+    labels: np.ndarray
+    length: int  # tokens before truncation
+    digest: int  # of the tokens before truncation
+    truncated: bool = False
+    too_long: bool = False  # and so to be dropped
+    system_folded: bool = False
+    escaped: bool = False  # text of the data that looks like a control token was kept as text
+    empty_turn: bool = False
+    not_alternating: bool = False
+
+
+@dataclass
+class _Rendered:
+    """A text with the character spans to supervise; None supervises all of it.
+
+    `bounds` are the places where an answer begins: no token may reach over them, since generation starts there.
+    """
+
+    text: str
+    spans: list[tuple[int, int]] | None = None
+    bounds: tuple[int, ...] = ()
+    stand_ins: bool = False  # control tokens in the data are replaced by what stands for them
+
+
+class Encoder:
+    """Encodes rows for one tokenizer and one set of options.
+
+    Args:
+        tokenizer: as `chat.prepare_tokenizer` leaves it.
+        loss_on: "assistant" (each of the assistant's turns), "completion" (what follows the prompt; of a chat the last
+            turn) or "all". None: the assistant's turns of chats, completions of prompts, all of plain text.
+        add_special_tokens: whether the tokenizer adds its own BOS/EOS; None means only where no chat template wrote them.
+        append_concat_token: end the row with EOS unless it ends with it already (white space apart).
+        max_length: tokens of a row; None for no limit.
+        truncation: what to do with longer rows: cut at the "right" or "left", "drop" them or raise an "error".
+        control_tokens: whether control tokens written in text rows are such ("keep") or text ("escape"); None raises
+            `ChoiceNeeded` where it matters. In chats they are always text.
+
+    Raises:
+        ValueError: an unknown choice, or a template that cannot be used.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        loss_on: str | None = None,
+        add_special_tokens: bool | None = None,
+        append_concat_token: bool = True,
+        max_length: int | None = None,
+        truncation: str = "right",
+        control_tokens: str | None = None,
+    ):
+        self.tokenizer, self.loss_on, self.control_tokens = tokenizer, loss_on, control_tokens
+        self.add_special_tokens, self.append_concat_token = add_special_tokens, append_concat_token
+        self.max_length, self.truncation = max_length, truncation
+        self.template = chat.inspect(tokenizer) if tokenizer.chat_template is not None else None
+        self.backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        self.backend.no_truncation()  # a published tokenizer.json may have either switched on
+        self.backend.no_padding()
+        added = tokenizer.added_tokens_decoder
+        special = {id for id, token in added.items() if token.special} | set(tokenizer.all_special_ids)
+        self.special = {id: added[id] if id in added else AddedToken(tokenizer.convert_ids_to_tokens(id)) for id in special}
+        words = sorted((token.content for token in self.special.values()), key=len, reverse=True)
+        self.control = re.compile("|".join(map(re.escape, words)) or "(?!)")
+        self.number = {token.content: number for number, token in enumerate(self.special.values())}
+        self._apart = None
+
+    # ---- One row, or many ----
+
+    def encode(self, rows: list[formats.Row]) -> list["Encoded | ValueError"]:
+        """Tokens of each row, or what is wrong with it."""
+        results: list = [None] * len(rows)
+        rendered = []
+        for index, row in enumerate(rows):
+            try:
+                rendered.append((index, *self._render(row)))
+            except ChoiceNeeded:
+                raise
+            except ValueError as error:
+                results[index] = error
+        for add in (False, True):  # whether the tokenizer adds its BOS and EOS
+            plain = [(i, text, facts) for i, text, facts in rendered if not text.stand_ins and facts["add"] is add]
+            encodings = self.backend.encode_batch([text.text for _, text, _ in plain], add_special_tokens=add)
+            for (index, text, facts), encoding in zip(plain, encodings, strict=True):
+                ids, offsets = _ids_and_offsets(encoding)
+                if any(((offsets[:, 0] < bound) & (offsets[:, 1] > bound)).any() for bound in text.bounds):
+                    results[index] = self._try_apart(text, facts)
+                else:
+                    results[index] = self._finish(ids, offsets, text.text, text.spans, facts)
+        for index, text, facts in rendered:
+            if text.stand_ins:
+                results[index] = self._try_apart(text, facts)
+        return results
+
+    def one(self, row: formats.Row) -> Encoded:
+        """Tokens of a row.
+
+        Raises:
+            ValueError: what is wrong with it.
+        """
+        result = self.encode([row])[0]
+        if isinstance(result, ValueError):
+            raise result
+        return result
+
+    def pieces(self, ids, labels) -> list[tuple[str, bool]]:
+        """The text of a row in pieces, each with whether it is supervised, as the data report shows it."""
+        supervised = np.asarray(labels) != IGNORE_INDEX
+        edges = [0, *(np.flatnonzero(np.diff(supervised)) + 1), len(supervised)]
+        decode = self.tokenizer.decode
+        return [(decode(list(ids[a:b])), bool(supervised[a])) for a, b in itertools.pairwise(edges) if b > a]
+
+    # ---- Rendering ----
+
+    def _render(self, row: formats.Row) -> tuple[_Rendered, dict]:
+        facts = {"add": self.add_special_tokens, "escaped": False, "folded": False, "empty": False, "not_alternating": False}
+        if row.messages is None:
+            facts["add"] = True if facts["add"] is None else facts["add"]
+            return self._render_text(row, facts), facts
+        facts["add"] = bool(facts["add"])
+        if self.template is None:
+            raise ValueError("the row is a chat but there is no chat template: set --chat_template_format")
+        facts["empty"], facts["not_alternating"] = formats.oddities(row.messages)
+        messages, tools, prompt = row.messages, row.tools, row.prompt
+        if messages[0]["role"] in ("system", "developer") and not self.template.takes_system:
+            messages, facts["folded"] = self._fold_system(messages), True
+            prompt = prompt - 1 if prompt else prompt
+        if _search((messages, tools), _PRIVATE):
+            raise ValueError("it holds characters of Unicode's private planes 15 and 16, which are needed here as marks")
+        if _search((messages, tools), self.control):
+            facts["escaped"] = True
+            messages, tools = (_replace(value, self.control, self._stand_in) for value in (messages, tools))
+        if tools and not self.template.takes_tools:
+            raise ValueError("it has tools, which the chat template leaves out: use a template that writes them")
+        return self._render_chat(messages, tools, prompt, facts), facts
+
+    def _stand_in(self, found: re.Match) -> str:
+        return chr(_STAND_INS[self.number[found.group()]])
+
+    def _fold_system(self, messages: list[dict]) -> list[dict]:
+        system, first = messages[0], next((m for m in messages[1:] if m["role"] == "user"), None)
+        if first is None:
+            raise ValueError("the chat template has no place for a system message, and there is no user's turn to put it in")
+        folded = first | {"content": f"{system['content']}\n\n{first['content']}".lstrip("\n")}
+        return [folded if message is first else message for message in messages[1:]]
+
+    def _render_text(self, row: formats.Row, facts: dict) -> _Rendered:
+        text, found = row.text, self.control.search(row.text)
+        completion = row.prompt is not None and self.loss_on != "all"
+        if completion and not text[row.prompt :]:
+            raise ValueError("the completion is empty")
+        spans = [(row.prompt, len(text))] if completion else None
+        if found and self.control_tokens is None and self._is_inside(text):
+            raise ChoiceNeeded(
+                f"text rows hold control tokens, such as {found.group()!r}: say whether they are meant, because the text "
+                "was rendered with a template (--control_tokens_in_text keep), or are text (--control_tokens_in_text escape)"
+            )
+        if found and self.control_tokens == "escape":
+            facts["escaped"] = True
+            pieces, bounds = [], []
+            if _PRIVATE.search(text):
+                raise ValueError("it holds characters of Unicode's private planes 15 and 16, which are needed here as marks")
+            for piece in (text[: row.prompt], text[row.prompt :]) if completion else (text,):
+                pieces.append(self.control.sub(self._stand_in, piece))
+                bounds.append(sum(map(len, pieces)))
+            return _Rendered("".join(pieces), [tuple(bounds)] if completion else None, stand_ins=True)
+        return _Rendered(text, spans)
+
+    def _is_inside(self, text: str) -> bool:
+        """Whether a control token is anywhere but at the ends, where BOS and EOS mean what they say."""
+        bos, eos = self.tokenizer.bos_token, self.tokenizer.eos_token
+        return bool(self.control.search(text.strip().removeprefix(bos or "").removesuffix(eos or "")))
+
+    def _apply_template(self, messages: list[dict], tools: list | None) -> str:
+        try:
+            return self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+        except Exception as error:  # Jinja errors, and whatever a template raises on purpose
+            raise ValueError(f"the chat template refuses it ({error})") from None
+
+    def _render_chat(self, messages: list[dict], tools: list | None, prompt: int | None, facts: dict) -> _Rendered:
+        text = self._apply_template(messages, tools)
+        if 2 * len(messages) > len(_MARKS):
+            raise ValueError(f"it has {len(messages)} messages; at most {len(_MARKS) // 2} can be told apart")
+        for only_answers in (False, True):  # a template may look at how a user's turn begins (Qwen's tool responses)
+            marked = [
+                m if only_answers and m["role"] != "assistant" else _mark(m, chr(_MARKS[2 * i]), chr(_MARKS[2 * i + 1]))
+                for i, m in enumerate(messages)
+            ]
+            with_marks = self._apply_template(marked, tools)
+            if _MARK.sub("", with_marks) == text:
+                break
+        else:
+            raise ValueError("the chat template changes with what a message holds, so its answers cannot be found in it")
+        places: dict[int, list[int]] = {}  # of the marks of each message, in the text without them
+        begun = set()  # messages whose beginning is in the text
+        for count, found in enumerate(_MARK.finditer(with_marks)):
+            index, is_end = divmod(ord(found.group()) - _MARKS.start, 2)
+            places.setdefault(index, []).append(found.start() - count)
+            begun |= set() if is_end else {index}
+        for index, message in enumerate(messages):
+            written = message["content"].strip() or message.get("tool_calls")
+            if written and index not in places and not (only_answers and message["role"] != "assistant"):
+                raise ValueError(f"the chat template leaves out message {index} (role {message['role']!r})")
+        spans = self._answers(messages, text, places, begun, prompt)
+        if self.loss_on == "all":
+            return _Rendered(text, None, stand_ins=facts["escaped"])
+        bounds = tuple(start for start, _ in spans if self.template.header and text.endswith(self.template.header, 0, start))
+        return _Rendered(text, spans, bounds, stand_ins=facts["escaped"])
+
+    def _answers(self, messages, text, places, begun, prompt) -> list[tuple[int, int]]:
+        """The spans of the answers to supervise, each from its header to the token that ends it."""
+        header, turn_end = self.template.header, self.template.turn_end
+        edges = sorted(place for found in places.values() for place in found)
+        last = len(messages) - 1
+        only_completion = self.loss_on == "completion" or (self.loss_on is None and prompt is not None)
+        first = 0 if not only_completion else last if prompt is None else prompt
+        spans = []
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant" or index < first or message.get("weight", 1) == 0 or index not in places:
+                continue
+            low, high = min(places[index]), max(places[index])
+            before = bisect.bisect_left(edges, low)
+            after = bisect.bisect_right(edges, high)
+            lower = edges[before - 1] if before else 0
+            upper = edges[after] if after < len(edges) else len(text)
+            # Where the template dropped the beginning (thinking of earlier turns), a header may also be in what is left.
+            find = text.rfind if index in begun else text.find
+            at = find(header, lower, low) if header else -1
+            start = at + len(header) if at >= 0 else low
+            end = text.find(turn_end, high, upper) if turn_end is not None else -1
+            if end >= 0:
+                end += len(turn_end)
+            elif "tool_calls" in message:
+                raise ValueError(f"where message {index} ends, after its tool calls, cannot be told from this chat template")
+            else:
+                end = high
+            spans.append((start, end))
+        return sorted(spans)
+
+    # ---- Tokens ----
+
+    def _try_apart(self, text: _Rendered, facts: dict):
+        try:
+            return self._encode_apart(text, facts)
+        except ValueError as error:
+            return error
+
+    def _encode_apart(self, rendered: _Rendered, facts: dict) -> Encoded | ValueError:
+        """Encode with the template's control tokens and the data's look-alikes kept apart, and a break at each bound.
+
+        The control tokens become one character each, which a copy of the tokenizer knows as tokens; that copy reads all
+        others as text.
+        """
+        if self._apart is None:
+            self._apart = self._tokenizer_apart()
+        backend, real_ids, break_id = self._apart
+        edits = [(m.start(), m.end(), chr(_MARKS[self.number[m.group()]])) for m in self.control.finditer(rendered.text)]
+        words = {chr(_STAND_INS[number]): word for word, number in self.number.items()}
+        if rendered.stand_ins:
+            edits += [(m.start(), m.end(), words[m.group()]) for m in _STAND_IN.finditer(rendered.text)]
+        edits += [(bound, bound, chr(_MARKS[-1])) for bound in rendered.bounds]
+        edits.sort()
+        text, places, at = [], [(0, 0)], 0  # (old place, new place) after each edit
+        size = 0
+        for start, end, new in edits:
+            text += [rendered.text[at:start], new]
+            size += start - at + len(new)
+            at = end
+            places.append((end, size))
+        text = "".join([*text, rendered.text[at:]])
+        olds = [old for old, _ in places]
+
+        def moved(place):  # a place right after an edit is after it
+            old, new = places[bisect.bisect_right(olds, place) - 1]
+            return new + place - old
+
+        spans = rendered.spans and [(moved(low), moved(high)) for low, high in rendered.spans]
+        encoding = backend.encode(text, add_special_tokens=facts["add"])
+        ids, offsets = _ids_and_offsets(encoding)
+        aliased = np.isin(ids, list(real_ids))
+        begins_or_ends = offsets[:, 0] == offsets[:, 1]  # what the tokenizer adds itself
+        if (np.isin(ids, list(self.special)) & ~aliased & ~begins_or_ends).any():
+            raise ValueError("it holds text that looks like a control token, and this tokenizer cannot write that as text")
+        keep = ids != break_id
+        ids = np.array([real_ids.get(id, id) for id in ids.tolist()], dtype=np.int32)
+        return self._finish(ids[keep], offsets[keep], text, spans, facts)
+
+    def _tokenizer_apart(self) -> tuple[Tokenizer, dict[int, int], int]:
+        backend = Tokenizer.from_str(self.backend.to_str())
+        tokens = {
+            id: AddedToken(
+                chr(_MARKS[self.number[token.content]]), lstrip=token.lstrip, rstrip=token.rstrip, normalized=False
+            )
+            for id, token in self.special.items()
+        }
+        backend.add_tokens([*tokens.values(), AddedToken(chr(_MARKS[-1]), normalized=False)])
+        backend.encode_special_tokens = True
+        real_ids = {backend.token_to_id(token.content): id for id, token in tokens.items()}
+        return backend, real_ids, backend.token_to_id(chr(_MARKS[-1]))
+
+    def _finish(self, ids: np.ndarray, offsets: np.ndarray, text: str, spans, facts: dict) -> Encoded | ValueError:
+        bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+        if (
+            bos is not None and bos != eos and len(ids) > 1 and ids[0] == ids[1] == bos
+        ):  # the text has one, and one was added
+            ids, offsets = ids[1:], offsets[1:]
+        supervised = np.full(len(ids), spans is None)
+        for low, high in spans or ():
+            # A token that straddles the start of an answer ("▁Paris" after a prompt that ends in a space) belongs to it.
+            supervised |= (offsets[:, 0] < high) & (offsets[:, 1] > low)
+        if self.append_concat_token and not self._ends_with_eos(ids):
+            ends_supervised = spans is None or bool(spans and spans[-1][1] >= len(text.rstrip()))
+            ids, supervised = np.append(ids, np.int32(eos)), np.append(supervised, ends_supervised)
+        if not len(ids):
+            return ValueError("the row is empty")
+        labels = np.where(supervised, ids, IGNORE_INDEX).astype(np.int32)
+        length, digest, limit = len(ids), xxhash.xxh3_64_intdigest(ids.tobytes()), self.max_length
+        long = limit is not None and length > limit
+        if long and self.truncation == "error":
+            return ValueError(f"it has {length} tokens, more than --max_length {limit} (--truncation error)")
+        if long and self.truncation == "left":
+            keep = np.arange(length - limit, length)
+            keep[0] = 0 if ids[0] == bos else keep[0]  # a model that was trained with BOS needs it
+            ids, labels = ids[keep], labels[keep]
+        elif long:
+            ids, labels = ids[:limit], labels[:limit]
+        return Encoded(
+            ids,
+            labels,
+            length,
+            digest,
+            truncated=long and self.truncation != "drop",
+            too_long=long and self.truncation == "drop",
+            system_folded=facts["folded"],
+            escaped=facts["escaped"],
+            empty_turn=facts["empty"],
+            not_alternating=facts["not_alternating"],
+        )
+
+    def _ends_with_eos(self, ids: np.ndarray) -> bool:
+        for token in ids[-4:][::-1].tolist():  # a template may write white space after the token that ends a turn
+            if token == self.tokenizer.eos_token_id:
+                return True
+            if self.tokenizer.decode([token]).strip():
+                return False
+        return False
+
+
+def _ids_and_offsets(encoding) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids (n,) and the characters [from, to) that each stands for (n, 2).
+
+    Tokenizers leave leading spaces out of a token's offsets, so that a token of spaces has none. Here it has them all.
+    """
+    ids, offsets = np.array(encoding.ids, dtype=np.int32), np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+    reached = np.maximum.accumulate(offsets[:, 1])
+    offsets[1:, 0] = np.minimum(offsets[1:, 0], reached[:-1])
+    offsets[:1, 0] = 0
+    return ids, offsets
+
+
+def _search(value, pattern: re.Pattern) -> bool:
+    if isinstance(value, str):
+        return pattern.search(value) is not None
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return any(_search(item, pattern) for item in items)
+
+
+def _replace(value, pattern: re.Pattern, replacement):
+    if isinstance(value, str):
+        return pattern.sub(replacement, value)
+    if isinstance(value, dict):
+        return {key: _replace(item, pattern, replacement) for key, item in value.items()}
+    return [_replace(item, pattern, replacement) for item in value] if isinstance(value, list) else value
+
+
+def _mark(message: dict, before: str, after: str) -> dict:
+    """A message with marks around its text and its tool calls' names, inside the white space that a template may trim."""
+
+    def around(text):
+        core = text.strip()
+        if not core:
+            return text
+        at = text.index(core)
+        return f"{text[:at]}{before}{core}{after}{text[at + len(core) :]}"
+
+    marked = message | {"content": around(message["content"])}
+    if "tool_calls" in message:
+        marked["tool_calls"] = [
+            call | {"function": call["function"] | {"name": around(call["function"]["name"])}}
+            for call in message["tool_calls"]
+        ]
+    return marked
