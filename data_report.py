@@ -502,10 +502,8 @@ def _html(kind: str, content) -> str:
         head = "".join(f'<th scope="col">{_escape(name)}</th>' for name, _ in content)
         rows = [f"<tr><td></td>{head}</tr>"]
         for label, row in _cells(content):
-            part, cells = (
-                ' class="part"' if label.startswith(" ") else "",
-                "".join(f"<td>{_escape(cell)}</td>" for cell in row),
-            )
+            part = ' class="part"' if label.startswith(" ") else ""
+            cells = "".join(f"<td>{_escape(cell)}</td>" for cell in row)
             rows.append(f'<tr><th scope="row"{part}>{_escape(label.strip())}</th>{cells}</tr>')
         return '<div class="scroll"><table>\n' + "\n".join(rows) + "\n</table></div>"
     if kind == "histogram":

@@ -152,8 +152,13 @@ class Encoder:
         """The text of a row in pieces, each with whether it is supervised, as the data report shows it."""
         supervised = np.asarray(labels) != IGNORE_INDEX
         edges = [0, *(np.flatnonzero(np.diff(supervised)) + 1), len(supervised)]
-        decode = self.tokenizer.decode
-        return [(decode(list(ids[a:b])), bool(supervised[a])) for a, b in itertools.pairwise(edges) if b > a]
+        # Decoded from the beginning each time: many tokenizers drop a space where decoding begins.
+        texts = [self.tokenizer.decode(list(ids[:edge])) for edge in edges]
+        return [
+            (texts[i + 1][len(texts[i]) :], bool(supervised[a]))
+            for i, (a, b) in enumerate(itertools.pairwise(edges))
+            if b > a
+        ]
 
     # ---- Rendering ----
 
@@ -271,14 +276,18 @@ class Encoder:
             # Where the template dropped the beginning (thinking of earlier turns), a header may also be in what is left.
             find = text.rfind if index in begun else text.find
             at = find(header, lower, low) if header else -1
-            start = at + len(header) if at >= 0 else low
+            # White space at the ends of an answer lies outside its marks, and belongs to it if the template keeps it.
+            content = message["content"]
+            lead, trail = content[: len(content) - len(content.lstrip())], content[len(content.rstrip()) :]
+            kept = len(lead) if index in begun and text.endswith(lead, lower, low) else 0
+            start = at + len(header) if at >= 0 else low - kept
             end = text.find(turn_end, high, upper) if turn_end is not None else -1
             if end >= 0:
                 end += len(turn_end)
             elif "tool_calls" in message:
                 raise ValueError(f"where message {index} ends, after its tool calls, cannot be told from this chat template")
             else:
-                end = high
+                end = high + (len(trail) if text.startswith(trail, high) else 0)
             spans.append((start, end))
         return sorted(spans)
 

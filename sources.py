@@ -37,7 +37,7 @@ import datasets
 import pyarrow.parquet as pq
 import xxhash
 import yaml
-from datasets import Dataset, DatasetDict, Features, IterableDataset, ReadInstruction, Value, concatenate_datasets
+from datasets import Dataset, Features, IterableDataset, ReadInstruction, Value, concatenate_datasets
 from datasets.data_files import _get_data_files_patterns, resolve_pattern, sanitize_patterns
 from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 from datasets.utils.metadata import MetadataConfigs
@@ -110,7 +110,7 @@ def load(source: Source, *, on_bad_row: str = "error", streaming: bool = False) 
             why = "" if Path(source.name).expanduser().is_dir() else " (a single file or pattern is the split train)"
             raise _error(f"{source.name} has no split {missing[0]!r}: it has {', '.join(found)}{why}")
         if kind == "disk":
-            parts = {name: found[name] for name in names}
+            parts = {name: _load_saved(source.name, found[name]) for name in dict.fromkeys(names)}
         else:
             loaded = {
                 name: _load_files(source.name, kind, found[name], on_bad_row, streaming) for name in dict.fromkeys(names)
@@ -255,7 +255,7 @@ def _kind(file: str) -> str | None:
 
 
 def _find(source: Source) -> tuple[str, dict]:
-    """The kind of a source ("hub", "disk", or that of its files) and what it has, by split: data sets or files."""
+    """The kind of a source ("hub", "disk", or that of its files) and what it has, by split: a folder or files."""
     name, path = source.name, Path(source.name).expanduser()
     pattern = glob.has_magic(name) and not path.exists()
     if source.config is not None and (path.exists() or pattern):
@@ -283,10 +283,13 @@ def _find(source: Source) -> tuple[str, dict]:
     else:
         if not os.access(path, os.R_OK | os.X_OK):
             raise _error(f"{name} cannot be read: permission denied (chmod +rx {name})")
-        if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+        if (path / "state.json").is_file():
+            return "disk", {"train": path}
+        if (path / "dataset_dict.json").is_file():
             with _reasons(name):
-                stored = datasets.load_from_disk(str(path))
-            return "disk", dict(stored) if isinstance(stored, DatasetDict) else {"train": stored}
+                return "disk", {
+                    split: path / split for split in json.loads((path / "dataset_dict.json").read_text())["splits"]
+                }
         found = _folder(name, path)
     files = [file for group in found.values() for file in group]
     by_kind = {_kind(file): file for file in reversed(files)}
@@ -347,6 +350,14 @@ def _load_hub(source: Source, streaming: bool) -> Dataset | IterableDataset:
                 f"{source.name} is neither a local path nor a Hub data set that can be reached: {_reason(error)}"
             ) from None
         raise _error(f"{source.name} split {source.split}: {_reason(error)}") from None
+
+
+def _load_saved(name: str, path: Path) -> Dataset:
+    with _reasons(name):
+        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        if not state["_data_files"]:  # `load_from_disk` fails on a data set that was saved with no rows
+            return Dataset.from_dict({})
+        return datasets.load_from_disk(str(path))
 
 
 # ---- loading files ------------------------------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ Q8 = ["--use_8bit_quantization", "True"]
         ("embed_tokens: FSDP1 cannot", ["--lora_target_modules", "q_proj,embed_tokens"], FSDP1, "fp32"),
         ("lm_head: TRL's loss reads", ["--lora_target_modules", "q_proj,lm_head"], {}, "fp32"),
         ("lets rows attend to each other", ["--packing", "True", "--packing_strategy", "wrapped"], {}, "fp32"),
-        ("padding_free True does not cut", ["--padding_free", "True"], {}, "fp32"),
+        ("TRL refuses --padding_free True", ["--padding_free", "True"], {}, "fp32"),
         ("needs fsdp_state_dict_type: FULL_STATE_DICT", ["--save_only_model", "True"], FSDP2, "fp32"),
         ("push_to_hub needs a login", ["--push_to_hub", "True"], {}, "fp32"),
         ("adafactor mixes sharded and plain", ["--optim", "adafactor"], FSDP2, "fp32"),

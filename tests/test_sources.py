@@ -263,7 +263,7 @@ def test_bad_line_of_jsonl(line, reason):
 def test_truncated_last_line_and_several_bad_lines():
     name = write("t.jsonl", GOOD + "\n{oops\n" + GOOD + '\n{"text": "ab')
     assert message(load, Source(name)) == (
-        "t.jsonl line 2: not JSON (Expecting property name enclosed in double quotes at column 2): fix the line, or --on_bad_row skip (1 more rows cannot be used)"
+        "t.jsonl line 2: not JSON (Expecting property name enclosed in double quotes at column 2): fix the line, or --on_bad_row skip (and 1 more)"
     )
     assert [line.split(":")[0] for line in load(Source(name), on_bad_row="skip").skipped] == [
         "t.jsonl line 2",
@@ -327,10 +327,11 @@ def test_json_lists():
     )
     name = write("e.json", json.dumps([{"a": 1}, 5, {"a": "x"}, {"a": 2}]))
     assert message(load, Source(name)) == (
-        'e.json element 2: a number, not an object such as {"text": ...}: fix the element, or --on_bad_row skip (1 more rows cannot be used)'
+        'e.json element 2: a number, not an object such as {"text": ...}: fix the element, or --on_bad_row skip (and 1 more)'
     )
     assert rows(name, on_bad_row="skip") == [{"a": 1}, {"a": 2}]
     assert message(load, Source(write("none.json", "[]"))) == "none.json has no rows"
+    assert rows(write("digits.json", '[{"a": 0.12345678901234567}]')) == [{"a": 0.12345678901234567}], "rounded"
 
 
 @pytest.mark.parametrize("indent", [None, 1])
@@ -394,6 +395,9 @@ def test_empty_files_and_splits():
     Dataset.from_dict({"a": []}).save_to_disk("empty")
     for streaming in (False, True):
         assert message(load, Source("empty"), streaming=streaming) == "split 'train' of empty has no rows"
+    DatasetDict({"train": Dataset.from_list(TEN), "test": Dataset.from_dict({"a": []})}).save_to_disk("half")
+    assert rows("half") == TEN
+    assert message(load, Source("half", "test")) == "split 'test' of half has no rows"
     write("mix/a.jsonl", "")
     write("mix/b.jsonl", TEN)
     assert rows("mix") == TEN
@@ -523,11 +527,7 @@ def test_hub(monkeypatch):
         "o/configs split train: Config name is missing. Please pick one among the available configs: ['a', 'b']"
     )
     assert message(load, Source("o/d", "nope")) == "o/d split nope: Unknown split \"nope\". Should be one of ['train']."
-    assert message(
-        load, Source("o/broken")
-    ) == "o/broken split train: Couldn't cast a: int64" or "o/broken split train: Couldn't cast" in message(
-        load, Source("o/broken")
-    )
+    assert message(load, Source("o/broken")) == "o/broken split train: Couldn't cast a: int64"
 
 
 def test_hub_that_cannot_be_reached():
@@ -635,9 +635,8 @@ def test_split_names():
 def test_split_off():
     dataset = Dataset.from_dict({"i": list(range(20))})
     train, test = split_off(dataset, 0.1, 3)
-    assert (len(train), len(test)) == (18, 2) and sorted(
-        train["i"] + test["i"] if isinstance(train["i"], list) else [*train["i"], *test["i"]]
-    ) == list(range(20))
+    assert (len(train), len(test)) == (18, 2)
+    assert sorted([*train["i"], *test["i"]]) == list(range(20))
     assert list(split_off(dataset, 0.1, 3)[1]["i"]) == list(test["i"]) != list(split_off(dataset, 0.1, 4)[1]["i"])
     assert [len(part) for part in split_off(dataset.select(range(2)), 0.01, 0)] == [1, 1]
     for fraction in (0, 1, -0.5, 2):
