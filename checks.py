@@ -1,6 +1,7 @@
 """What can be known to fail before any weight is read: one ValueError, one line, that names the value and the fix."""
 
 import importlib.util
+import inspect
 import json
 import math
 import os
@@ -290,6 +291,18 @@ def check_trainer(model_args, training_args, fsdp: FsdpSettings | None) -> None:
         raise ValueError("--push_to_hub needs a login: run `hf auth login` or set HF_TOKEN; or pass --push_to_hub False")
 
 
+def check_packing(training_args, model) -> None:
+    """Raise ValueError if rows that are packed into one would see each other in this model."""
+    packs = training_args.packing or training_args.eval_packing or training_args.padding_free
+    if not packs:
+        return
+    name, fix = type(model).__name__, "set --packing False" if training_args.packing else "set --padding_free False"
+    if getattr(model, "_is_stateful", False):
+        raise ValueError(f"{fix}: {name} has recurrent layers, whose state runs on from one packed row into the next")
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise ValueError(f"{fix}: {name} takes no position_ids, by which packed rows are told apart")
+
+
 # (argument, what it must be, the test)
 RANGES = [
     ("per_device_train_batch_size", "at least 1", lambda v: v >= 1),
@@ -503,6 +516,7 @@ def check_launch(model_args, training_args, fsdp: FsdpSettings | None, config) -
     check_ranges(model_args, training_args)
     check_files(model_args, training_args)
     utils.attention_implementation(model_args.use_flash_attn, training_args.use_cpu)
+    check_packing(training_args, loading.meta_model(config, training_args.trust_remote_code))
     if model_args.use_peft_lora:
         utils.check_target_modules(
             model_args.lora_target_modules, loading.meta_model(config, training_args.trust_remote_code)

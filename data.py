@@ -417,6 +417,8 @@ def check_choices(data_args, training_args) -> None:
     ):
         if not good(getattr(data_args, name)):
             raise ValueError(f"--{name} {getattr(data_args, name)} must be {what}")
+    if training_args.max_length is None and (training_args.packing or training_args.eval_packing):
+        raise ValueError("--packing True needs --max_length, the tokens of a packed row")
     if not data_args.streaming:
         return
     if training_args.max_steps < 1 and not data_args.data_only:

@@ -1,196 +1,418 @@
-"""Rows to tokens: every flag that decides what a row becomes, and what is supervised."""
+"""The prepared data: tokenised once and cached, cut, mixed, packed, streamed, reported, and refused where nothing is left."""
 
+import itertools
 import json
+import random
+import re
+from collections import Counter
+from pathlib import Path
 
+import datasets
+import numpy as np
 import pytest
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, IterableDataset
 
 import chat
 import data
+import data_report
+import encoding
+import formats
 import tiny
+from arguments import DataArguments, TrainingConfig
 
-CHAT = [
-    {"role": "user", "content": "please send refund"},
-    {"role": "assistant", "content": "hello thanks"},
-    {"role": "user", "content": "order broken"},
-    {"role": "assistant", "content": "today"},
+
+@pytest.fixture(scope="module")
+def tokenizer(assets):
+    return chat.prepare_tokenizer(str(assets["fp32"]), "chatml")[0]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.fixture
+def prepare(tokenizer, tmp_path):
+    """Prepare data as train.py does; options of DataArguments and TrainingConfig alike."""
+
+    def prepare(dataset_name=None, tokenizer=tokenizer, **options):
+        names = DataArguments.__dataclass_fields__
+        data_args = DataArguments(**{"dataset_name": str(dataset_name), **{k: v for k, v in options.items() if k in names}})
+        rest = {"output_dir": str(tmp_path / "out"), "use_cpu": True} | {k: v for k, v in options.items() if k not in names}
+        return data.prepare(data_args, TrainingConfig(**rest), tokenizer)
+
+    return prepare
+
+
+def write(path: Path, rows: list) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def chat_row(answer: str, question: str = "please send") -> dict:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def texts(dataset, tokenizer) -> list[str]:
+    return [tokenizer.decode(ids) for ids in dataset["input_ids"]]
+
+
+def test_rows_become_what_the_encoder_makes_of_them(prepare, assets, tokenizer):
+    prepared = prepare(assets["data"], splits="train,test", eval_strategy="epoch")
+    encoder = encoding.Encoder(tokenizer)
+    for dataset, rows in ((prepared.train, tiny.rows(64, 0)), (prepared.evaluation, tiny.rows(8, 1))):
+        assert dataset.column_names == ["input_ids", "labels"] and len(dataset) == len(rows)
+        for got, row in zip(dataset, rows, strict=True):
+            want = encoder.one(formats.Row(messages=row["messages"]))
+            assert got["input_ids"] == want.input_ids.tolist() and got["labels"] == want.labels.tolist()
+    assert not prepared.report.cached and prepared.report.loss_on == "assistant"
+
+
+@pytest.mark.parametrize("processes", [None, 2])
+def test_the_second_time_nothing_is_tokenised(prepare, assets, monkeypatch, processes):
+    options = dict(splits="train,test", eval_strategy="epoch", packing=True, max_length=64, dataset_num_proc=processes)
+    first = prepare(assets["data"], **options)
+    monkeypatch.setattr(encoding.Encoder, "encode", lambda *_: pytest.fail("tokenised again"))
+    second = prepare(assets["data"], **options)
+    assert second.report.cached and second.fingerprint() == first.fingerprint()
+    assert second.train.to_dict() == first.train.to_dict() and second.evaluation.to_dict() == first.evaluation.to_dict()
+    assert data_report.summary(second.report) | {"cached": False} == data_report.summary(first.report)
+
+
+CHANGES = {
+    "tokenizer": lambda a: {"tokenizer": chat.prepare_tokenizer(str(a["no_chatml"]), "chatml")[0]},
+    "template": lambda a: {"tokenizer": chat.prepare_tokenizer(str(a["fp32"]), "zephyr")[0]},
+    "new token": lambda a: {"tokenizer": chat.prepare_tokenizer(str(a["fp32"]), "chatml", new_tokens="<|x|>")[0]},
+    "loss": lambda a: {"loss_on": "all"},
+    "length": lambda a: {"max_length": 40},
+    "truncation": lambda a: {"truncation": "left"},
+    "BOS": lambda a: {"add_special_tokens": True},
+    "EOS": lambda a: {"append_concat_token": False},
+    "format": lambda a: {"format": "text", "dataset_text_field": "content"},
+    "rows": lambda a: {"splits": "train[:63]"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_whatever_decides_the_tokens_is_in_the_fingerprint(prepare, assets, change):
+    prepare(assets["data"])
+    assert not prepare(assets["data"], **CHANGES[change](assets)).report.cached
+    assert prepare(assets["data"]).report.cached
+
+
+def test_a_file_that_changed_is_tokenised_again(prepare, tmp_path, tokenizer):
+    file = write(tmp_path / "a.jsonl", [chat_row("hello"), chat_row("today")])
+    assert "hello" in texts(prepare(file).train, tokenizer)[0]
+    write(file, [chat_row("thanks"), chat_row("today")])
+    changed = prepare(file)
+    assert not changed.report.cached and "thanks" in texts(changed.train, tokenizer)[0]
+
+
+def test_nothing_is_written_beside_the_data(prepare, tmp_path):
+    saved = tmp_path / "saved"
+    Dataset.from_list([chat_row("hello")] * 3).save_to_disk(saved)
+    before = sorted(saved.rglob("*"))
+    prepare(saved, packing=True, max_length=64)
+    assert sorted(saved.rglob("*")) == before
+
+
+def test_eval_fraction(prepare, assets, tokenizer):
+    prepared = prepare(assets["data"], eval_fraction=0.25, eval_strategy="epoch")
+    assert (len(prepared.train), len(prepared.evaluation)) == (48, 16)
+    both = Counter(texts(prepared.train, tokenizer)) + Counter(texts(prepared.evaluation, tokenizer))
+    assert both == Counter(texts(prepare(assets["data"]).train, tokenizer))
+    assert [rows.split for rows in prepared.report.rows] == ["train", "eval"]
+    again = prepare(assets["data"], eval_fraction=0.25, eval_strategy="epoch")
+    assert again.fingerprint() == prepared.fingerprint() and again.report.cached
+    assert prepare(assets["data"], eval_fraction=0.25, eval_strategy="epoch", seed=1).fingerprint() != prepared.fingerprint()
+
+
+def test_max_samples(prepare, assets):
+    prepared = prepare(assets["data"], splits="train,test", eval_strategy="epoch", max_samples=5, max_eval_samples=3)
+    assert (len(prepared.train), len(prepared.evaluation)) == (5, 3)
+
+
+# ---- Mixtures ----
+
+
+def mixture(tmp_path, weights, counts=(300, 100), stop="first_exhausted", more="") -> str:
+    lines = ["train:"]
+    for name, weight, count in zip("ab", weights, counts, strict=True):
+        write(tmp_path / f"{name}.jsonl", [chat_row(f"{name} {i}") for i in range(count)])
+        lines += [f"  - name: {tmp_path / name}.jsonl"] + ([f"    weight: {weight}"] if weight else [])
+    path = tmp_path / "mixture.yaml"
+    path.write_text("\n".join([*lines, f"stop: {stop}", more]))
+    return str(path)
+
+
+@pytest.mark.parametrize("stop", ["first_exhausted", "all_exhausted"])
+def test_a_mixture_has_its_weights(prepare, tmp_path, tokenizer, stop):
+    prepared = prepare(dataset_mixture=mixture(tmp_path, (1, 3), stop=stop))
+    names = [re.search(r"assistant\n(\w)", text).group(1) for text in texts(prepared.train, tokenizer)]
+    counts = Counter(names)
+    assert [rows.used for rows in prepared.report.rows] == [counts["a"], counts["b"]]
+    assert [rows.weight for rows in prepared.report.rows] == [0.25, 0.75]
+    assert counts["b"] / len(names) == pytest.approx(0.75, abs=0.08)
+    rows = texts(prepared.train, tokenizer)
+    if stop == "first_exhausted":
+        assert counts["b"] == 100 and len(set(rows)) == len(rows), "every row of the smaller one once, none twice"
+    else:
+        assert counts["a"] >= 300 and counts["b"] > 700
+    assert names != sorted(names), "the sources are interleaved"
+    assert prepare(dataset_mixture=mixture(tmp_path, (1, 3), stop=stop)).fingerprint() == prepared.fingerprint()
+
+
+def test_a_mixture_without_weights_is_all_rows_in_order(prepare, tmp_path, tokenizer):
+    write(tmp_path / "held.jsonl", [{"prompt": "please ", "completion": "today"}] * 4)
+    more = f"eval:\n  - name: {tmp_path}/held.jsonl\n    format: prompt-completion\n    max_samples: 3"
+    prepared = prepare(dataset_mixture=mixture(tmp_path, (None, None), (3, 2), more=more), eval_strategy="epoch")
+    got = [re.search(r"assistant\n(\w \d)", text).group(1) for text in texts(prepared.train, tokenizer)]
+    assert got == ["a 0", "a 1", "a 2", "b 0", "b 1"] and len(prepared.evaluation) == 3
+    assert "prompt-completion, as asked for" in prepared.report.rows[-1].format
+
+
+# ---- Packing ----
+
+
+def test_packed_rows_are_the_rows_and_the_report_measures_them(prepare, assets, tokenizer):
+    rows = prepare(assets["data"], packing=False).train
+    prepared = prepare(assets["data"], packing=True, max_length=64)
+    cut = []
+    for row in prepared.train:
+        assert len(row["input_ids"]) == sum(row["seq_lengths"]) <= 64
+        ends = np.cumsum([0, *row["seq_lengths"]])
+        cut += [tuple(row["input_ids"][a:b]) for a, b in itertools.pairwise(ends)]
+    assert sorted(cut) == sorted(map(tuple, rows["input_ids"]))
+    tokens = sum(map(len, cut))
+    assert prepared.report.packing == {"on": True, "rows": len(prepared.train), "of": 64, "tokens": tokens, "capacity": 64}
+    fill = data_report.summary(prepared.report)["packing"]["fill"]
+    assert fill == pytest.approx(tokens / (64 * len(prepared.train))) and fill > 0.8
+
+
+def test_bfd_split_loses_no_token(prepare, assets):
+    whole = prepare(assets["data"]).train
+    packed = prepare(assets["data"], packing=True, packing_strategy="bfd_split", max_length=16).train
+    assert (
+        sum(map(len, packed["input_ids"])) == sum(map(len, whole["input_ids"])) and max(map(len, packed["input_ids"])) <= 16
+    )
+
+
+# ---- Rows that cannot be used, and gates ----
+
+BAD = [
+    {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None}]},
+    {"messages": []},
+    {"messages": [{"role": None, "content": "x"}]},
 ]
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    folder = tiny.make_model(tmp_path_factory.mktemp("t"), chatml=True)
-    return chat.prepare_tokenizer(str(folder), "chatml")[0]
+def test_a_bad_row_is_named_by_file_and_line(prepare, tmp_path):
+    for number, bad in enumerate(BAD):
+        file = write(tmp_path / f"{number}.jsonl", [chat_row("hello"), chat_row("today"), bad, chat_row("thanks")])
+        with pytest.raises(ValueError) as caught:
+            prepare(file)
+        assert re.match(
+            rf"{file} line 3: .*; correct the row, or leave such rows out with --on_bad_row skip", str(caught.value)
+        )
+        assert "\n" not in str(caught.value)
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    folder = tiny.make_model(tmp_path_factory.mktemp("p"))
-    return chat.prepare_tokenizer(str(folder), "none")[0]
+@pytest.mark.parametrize("processes", [None, 2])
+def test_bad_rows_can_be_left_out_and_are_counted(prepare, tmp_path, tokenizer, processes):
+    rows = [chat_row(f"word {i}") for i in range(20)]
+    rows[7:7], rows[15:15] = BAD[:1], BAD[1:]
+    file = write(tmp_path / "a.jsonl", rows)
+    prepared = prepare(file, on_bad_row="skip", dataset_num_proc=processes)
+    figures = data_report.summary(prepared.report)["splits"]["train"]
+    assert (figures["rows"], figures["kept"], figures["bad"]) == (23, 20, 3) and len(prepared.train) == 20
+    lines = [re.match(rf"{file} line (\d+): ", line).group(1) for line in prepared.report.rows[0].skipped]
+    assert lines == ["8", "16", "17"]
+    with pytest.raises(ValueError, match="line 8: "):  # the tokens are cached, the rows are still bad
+        prepare(file, on_bad_row="error", dataset_num_proc=processes)
 
 
-def supervised_text(row, tokenizer):
-    return tokenizer.decode([t for t, label in zip(row["input_ids"], row["labels"], strict=True) if label != -100])
+def test_lines_that_are_no_rows_are_left_out_and_counted(prepare, tmp_path):
+    file = write(tmp_path / "a.jsonl", [chat_row("hello")] * 3)
+    file.write_text(file.read_text() + "{broken\n" + json.dumps(chat_row("x")) + "\n")
+    with pytest.raises(ValueError, match=f"{file} line 4: "):
+        prepare(file)
+    prepared = prepare(file, on_bad_row="skip")
+    assert len(prepared.train) == 4 and prepared.report.rows[0].skipped[0].startswith(f"{file} line 4: ")
 
 
-def test_chat_is_rendered_once_with_no_extra_tokens(tokenizer):
-    row = data.encode_example({"messages": CHAT}, tokenizer)
-    text = tokenizer.apply_chat_template(CHAT, tokenize=False)
-    assert row["input_ids"] == tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert row["labels"] == row["input_ids"]
-    assert row["input_ids"].count(tokenizer.eos_token_id) == len(CHAT)
+UNANSWERED = {"messages": [{"role": "user", "content": "hello there"}]}
 
 
-def test_assistant_only_loss_supervises_each_answer_and_its_eos(tokenizer):
-    row = data.encode_example({"messages": CHAT}, tokenizer, assistant_only_loss=True)
-    assert supervised_text(row, tokenizer) == "hello thanks<|im_end|>today<|im_end|>"
-
-
-@pytest.mark.parametrize("template", ["chatml", "zephyr"])
-def test_assistant_only_loss_for_every_template(assets, template):
-    tokenizer, _ = chat.prepare_tokenizer(str(assets["fp32"]), template)
-    row = data.encode_example({"messages": CHAT}, tokenizer, assistant_only_loss=True)
-    assert supervised_text(row, tokenizer) == f"hello thanks{tokenizer.eos_token}today{tokenizer.eos_token}"
-
-
-def test_add_special_tokens_acts(assets):
-    tokenizer, _ = chat.prepare_tokenizer(str(assets["no_chatml"]), "none")
-    tokenizer.add_bos_token = True
-    from tokenizers.processors import TemplateProcessing
-
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    with_bos = data.encode_example({"text": "hello"}, tokenizer, append_concat_token=False)
-    without = data.encode_example({"text": "hello"}, tokenizer, append_concat_token=False, add_special_tokens=False)
-    assert with_bos["input_ids"] == [1, *without["input_ids"]]
-    doubled = data.encode_example({"text": "<s>hello"}, tokenizer, append_concat_token=False)
-    assert doubled["input_ids"] == with_bos["input_ids"], "a doubled BOS"
-
-
-def test_append_concat_token_acts_and_never_doubles(plain, tokenizer):
-    eos = plain.eos_token_id
-    assert data.encode_example({"text": "hello"}, plain)["input_ids"][-1] == eos
-    assert data.encode_example({"text": "hello"}, plain)["labels"][-1] == eos
-    assert eos not in data.encode_example({"text": "hello"}, plain, append_concat_token=False)["input_ids"]
-    assert data.encode_example({"text": "hello</s>"}, plain)["input_ids"].count(eos) == 1
-    assert data.encode_example({"messages": CHAT}, tokenizer)["input_ids"].count(tokenizer.eos_token_id) == len(CHAT)
-
-
-def test_prompt_completion_supervises_the_completion(plain):
-    row = {"prompt": "please send : ", "completion": "refund"}
-    assert (
-        supervised_text(data.encode_example(row, plain), plain) == " refund</s>"
-    )  # the token "Ġrefund" straddles the end of the prompt
-    everything = data.encode_example(row, plain, completion_only_loss=False)
-    assert everything["labels"] == everything["input_ids"]
-
-
-def test_conversational_prompt_completion(tokenizer):
-    row = {"prompt": CHAT[:1], "completion": CHAT[1:2]}
-    assert supervised_text(data.encode_example(row, tokenizer), tokenizer) == "hello thanks<|im_end|>"
-
-
-def test_text_column_when_there_is_no_template(plain):
-    row = data.encode_example({"messages": CHAT, "content": "hello"}, plain, text_field="content")
-    assert plain.decode(row["input_ids"]) == "hello</s>"
+def test_rows_without_supervision_are_dropped_or_stop_the_run(prepare, tmp_path):
+    file = write(tmp_path / "a.jsonl", [chat_row("hello")] * 18 + [UNANSWERED] * 2)
+    with pytest.raises(ValueError, match=r"nothing supervised in 2 of 20 rows \(10.0%\), more than --max_unsupervised 0.05"):
+        prepare(file)
+    prepared = prepare(file, max_unsupervised=0.1)
+    assert len(prepared.train) == 18
+    assert data_report.summary(prepared.report)["splits"]["train"]["unsupervised"] == 2
+    with pytest.raises(ValueError, match="the train split has no row left"):
+        prepare(write(tmp_path / "b.jsonl", [UNANSWERED] * 3), max_unsupervised=1.0)
 
 
 @pytest.mark.parametrize(
-    ("example", "options", "message"),
+    ("options", "message"),
     [
-        ({"other": 1}, {}, r"no usable column among \['other'\]: expected 'messages'"),
-        ({"messages": CHAT}, {}, "no chat template"),
-        ({"text": None}, {}, "is not text"),
-        ({"text": "a"}, {"assistant_only_loss": True}, "needs chats"),
-        ({"text": "a"}, {"completion_only_loss": True}, "needs the columns 'prompt' and 'completion'"),
-        ({"prompt": "a", "completion": ""}, {}, "completion is empty"),
-        ({"prompt": CHAT[:1], "completion": CHAT[1:2]}, {}, "no chat template"),
-        ({"text": ""}, {"append_concat_token": False}, "the row is empty"),
+        (dict(max_length=5), "all 64 are cut by --max_length 5 before anything supervised"),
+        (dict(max_length=5, truncation="drop"), "no row left"),
+        (dict(max_length=5, truncation="error"), "line 1: it has .* tokens, more than --max_length 5"),
+        (dict(loss_on="completion", format="text", dataset_text_field="content"), "--loss_on completion needs prompts"),
+        (dict(loss_on="assistant", format="text", dataset_text_field="content"), "--loss_on assistant needs chats"),
+        (dict(format="instruction"), "--format instruction needs 'instruction', 'output' and the data have"),
+        (dict(columns="messages=chat"), "there is no column 'chat'"),
+        (dict(eval_fraction=1.5), "--eval_fraction 1.5 must be between 0 and 1"),
+        (dict(eval_fraction=0.1), "--eval_fraction sets rows aside to evaluate on but --eval_strategy is no"),
+        (dict(eval_fraction=0.1, eval_strategy="epoch", splits="train,test"), "two ways: drop one"),
+        (dict(splits="train,test"), "test is a split to evaluate on but --eval_strategy is no"),
+        (dict(eval_strategy="epoch"), "needs rows to evaluate on: name a second split in --splits"),
+        (dict(splits="train,dev", eval_strategy="epoch"), "has no split 'dev': it has train, test"),
+        (dict(max_samples=0), "--max_samples 0 must be at least 1"),
+        (dict(max_unsupervised=2.0), "--max_unsupervised 2.0 must be a share between 0 and 1"),
+        (dict(streaming=True), "--streaming True needs --max_steps"),
+        (dict(streaming=True, max_steps=1, eval_fraction=0.1, eval_strategy="epoch"), "cannot set rows of a stream aside"),
+        (dict(streaming=True, max_steps=1, dataset_num_proc=2), "--dataset_num_proc has no effect with --streaming"),
+        (dict(streaming=True, max_steps=1, shuffle_dataset=True), "--shuffle_dataset has no effect with --streaming"),
     ],
 )
-def test_bad_rows(plain, example, options, message):
-    with pytest.raises(ValueError, match=message):
-        data.encode_example(example, plain, **options)
-
-
-def test_bad_chats(tokenizer):
-    with pytest.raises(ValueError, match="no assistant turn"):
-        data.encode_example({"messages": CHAT[:1]}, tokenizer, assistant_only_loss=True)
-    with pytest.raises(ValueError, match="non-empty list"):
-        data.encode_example({"messages": []}, tokenizer)
-
-
-def test_a_bad_row_is_named(tokenizer):
-    rows = Dataset.from_list([{"messages": CHAT}, {"messages": [{"role": "user", "content": "x"}]}])
-    with pytest.raises(ValueError, match="row 1 of split 'train'"):
-        data.tokenize(rows, "train", tokenizer, assistant_only_loss=True)
-
-
-def test_template_that_refuses_a_role_is_one_line(tokenizer):
-    strict = (
-        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}{% endfor %}"
-    )
-    saved, tokenizer.chat_template = tokenizer.chat_template, strict
-    try:
-        with pytest.raises(ValueError, match="the chat template refuses it .*no system role"):
-            data.encode_example({"messages": [{"role": "system", "content": "x"}]}, tokenizer)
-    finally:
-        tokenizer.chat_template = saved
-
-
-def test_sources(tmp_path):
-    rows = [{"text": f"hello {i}"} for i in range(4)]
-    (tmp_path / "f").mkdir()
-    for name in ("train", "test"):
-        (tmp_path / "f" / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    train, test = data.load_splits(str(tmp_path / "f"), "train,test[:2]")
-    assert (len(train), len(test)) == (4, 2)
-    assert data.load_splits(str(tmp_path / "f" / "train.jsonl"), "train")[1] is None
-    frame = Dataset.from_list(rows)
-    frame.to_csv(tmp_path / "a.csv")
-    frame.to_parquet(tmp_path / "a.parquet")
-    DatasetDict({"train": frame, "held_out": frame}).save_to_disk(tmp_path / "disk")
-    assert len(data.load_splits(str(tmp_path / "a.csv"), "train")[0]) == 4
-    assert len(data.load_splits(str(tmp_path / "a.parquet"), "train")[0]) == 4
-    assert len(data.load_splits(str(tmp_path / "disk"), "train,held_out")[1]) == 4
-
-
-@pytest.mark.parametrize(
-    ("name", "splits", "message"),
-    [
-        ("missing/folder", "train", "--dataset_name missing/folder --splits train"),
-        ("DATA", "train,dev", "dev"),
-        ("DATA", "a,b,c", "at most one to evaluate"),
-        ("FILE.txt", "train", "not one of"),
-        ("BROKEN.jsonl", "train", "BROKEN.jsonl"),
-        ("EMPTY.csv", "train", "EMPTY.csv"),
-    ],
-)
-def test_bad_sources_are_one_line(tmp_path, assets, name, splits, message):
-    (tmp_path / "FILE.txt").write_text("x")
-    (tmp_path / "BROKEN.jsonl").write_text('{"text": "a"}\n{"text": \n')
-    (tmp_path / "EMPTY.csv").write_text("text\n")
-    name = str(assets["data"]) if name == "DATA" else str(tmp_path / name) if "." in name else name
+def test_refused(prepare, assets, options, message):
     with pytest.raises(ValueError, match=message) as caught:
-        data.load_splits(name, splits)
+        prepare(assets["data"], **options)
     assert "\n" not in str(caught.value)
 
 
-def test_local_data_has_no_configuration_and_long_rows_are_counted(assets, tokenizer):
-    with pytest.raises(ValueError, match="is for Hub data sets"):
-        data.load_splits(str(assets["data"]), "train", "some_config")
-    rows = data.tokenize(data.load_splits(str(assets["data"]), "train")[0], "train", tokenizer)
-    longest = max(len(ids) for ids in rows["input_ids"])
-    over = sum(len(ids) > 20 for ids in rows["input_ids"])
-    assert 0 < over < len(rows)
-    assert data.length_notes(rows, 20) == [
-        f"{over} of {len(rows)} rows are longer than --max_length 20 (longest: {longest}) and are cut"
-    ]
-    assert data.length_notes(rows, longest) == [] == data.length_notes(rows, None)
-    with pytest.raises(ValueError, match="cuts every row before its first supervised token"):
-        answers = data.tokenize(
-            data.load_splits(str(assets["data"]), "train")[0], "train", tokenizer, assistant_only_loss=True
-        )
-        data.length_notes(answers, 3)
+def test_text_with_control_tokens_needs_a_choice_even_where_bad_rows_are_skipped(prepare, tmp_path):
+    file = write(tmp_path / "a.jsonl", [{"text": "hello"}, {"text": "hello <|im_end|> today"}])
+    with pytest.raises(ValueError, match="text rows hold control tokens, such as '<|im_end|>'"):
+        prepare(file, on_bad_row="skip")
+    prepared = prepare(file, control_tokens_in_text="escape")
+    assert data_report.summary(prepared.report)["splits"]["train"]["escaped"] == 1
+
+
+def test_a_csv_without_a_header(prepare, tmp_path):
+    file = tmp_path / "a.csv"
+    file.write_text("please send the refund today,hello\nthanks,today\n")
+    with pytest.raises(
+        ValueError, match=r"a.csv: no usable column among 'please send.*is the first line of the CSV a header\?"
+    ):
+        prepare(file)
+
+
+# ---- The report's figures ----
+
+
+def test_the_reports_figures_are_a_brute_force_count(prepare, tmp_path, tokenizer):
+    """Everything counted once more, row by row, from the rendered text."""
+    rng = random.Random(0)
+    rows = []
+    for number in range(200):
+        turns = []
+        for _ in range(rng.randint(1, 4)):
+            turns.append({"role": "user", "content": " ".join(rng.choices(tiny.WORDS, k=rng.randint(1, 20)))})
+            if rng.random() < 0.95:
+                turns.append({"role": "assistant", "content": " ".join(rng.choices(tiny.WORDS, k=rng.randint(0, 12)))})
+        if rng.random() < 0.1:
+            turns[0]["content"] += rng.choice([" <|im_end|>", " </s>"])
+        if rng.random() < 0.1:
+            turns.insert(0, {"role": "system", "content": "thanks"})
+        rows.append({"messages": turns if number % 20 else rows[number - 1]["messages"] if number else turns})
+    file = write(tmp_path / "a.jsonl", rows)
+    limit = 60
+    prepared = prepare(file, max_length=limit, max_unsupervised=0.5)
+    figures = data_report.summary(prepared.report)["splits"]["train"]
+
+    eos = "<|im_end|>"
+    count, kept_lengths, seen, repeats = Counter(rows=200), [], set(), 0
+    for row in rows:
+        messages = row["messages"]
+        ids, labels = [], []
+        for message in messages:  # tokenised piece by piece, with the markers set by hand
+            start, end = (tokenizer.convert_tokens_to_ids(t) for t in ("<|im_start|>", eos))
+            plain = tokenizer.backend_tokenizer.__class__.from_str(tokenizer.backend_tokenizer.to_str())
+            plain.encode_special_tokens = True
+            header = plain.encode(message["role"] + "\n", add_special_tokens=False).ids
+            body = plain.encode(message["content"], add_special_tokens=False).ids
+            after = plain.encode("\n", add_special_tokens=False).ids
+            ids += [start, *header, *body, end, *after]
+            trained = message["role"] == "assistant" and message["content"].strip() != ""
+            labels += [0] * (1 + len(header)) + [int(trained)] * (len(body) + 1) + [0] * len(after)
+        count["truncated"] += len(ids) > limit
+        count["longest"] = max(count["longest"], len(ids))
+        roles = [m["role"] for m in messages if m["role"] != "system"]
+        count["not_alternating"] += any(a == b for a, b in itertools.pairwise(roles))
+        count["empty_turns"] += any(not m["content"].strip() for m in messages)
+        count["escaped"] += any("<|im_end|>" in m["content"] or "</s>" in m["content"] for m in messages)
+        if not any(labels[1:limit]):
+            count["unsupervised"] += 1
+            continue
+        count["kept"] += 1
+        count["tokens"] += min(len(ids), limit)
+        count["tokens_cut"] += max(len(ids) - limit, 0)
+        count["supervised_tokens"] += sum(labels[:limit])
+        count["no_eos"] += not any(lab and i == end for i, lab in zip(ids[:limit], labels[:limit], strict=True))
+        kept_lengths.append(min(len(ids), limit))
+        repeats += tuple(ids) in seen
+        seen.add(tuple(ids))
+    got = {name: figures[name] for name in count if name != "tokens_cut"}
+    assert got == {name: value for name, value in count.items() if name != "tokens_cut"}
+    assert min(count.values()) > 0, f"a count that was never tried: {count}"
+    assert prepared.train["input_ids"] and list(map(len, prepared.train["input_ids"])) == kept_lengths
+    assert data_report.summary(prepared.report)["duplicates"]["train"] == repeats > 0
+
+
+def test_rows_that_are_in_both_splits_are_reported(prepare, tmp_path):
+    write(tmp_path / "d" / "train.jsonl", [chat_row("hello"), chat_row("today")] * 3)
+    write(tmp_path / "d" / "test.jsonl", [chat_row("today"), chat_row("thanks")])
+    report = prepare(tmp_path / "d", splits="train,test", eval_strategy="epoch").report
+    assert data_report.summary(report)["overlap"]["eval_rows_in_train"] == 1
+    assert any("are in the train split too" in line for line in data_report.warnings(report))
+
+
+def test_samples_show_what_is_supervised(prepare, tmp_path):
+    report = prepare(write(tmp_path / "a.jsonl", [UNANSWERED] + [chat_row(f"hello {i}") for i in range(30)])).report
+    assert [sample.row for sample in report.samples] == [1, 2, 3]
+    assert [text for text, trained in report.samples[0].pieces if trained] == ["hello 0<|im_end|>"]
+
+
+# ---- Streams ----
+
+
+def test_a_stream_gives_the_rows_of_the_data(prepare, assets, tokenizer):
+    whole = prepare(assets["data"]).train
+    prepared = prepare(
+        assets["data"], streaming=True, max_steps=4, shuffle_buffer=1, splits="train,test", eval_strategy="epoch",
+        max_eval_samples=3,
+    )  # fmt: skip
+    assert isinstance(prepared.train, IterableDataset) and len(prepared.evaluation) == 3
+    assert list(prepared.train) == list(whole)
+    assert prepared.report.streamed == data.REPORT_ROWS
+    assert data_report.summary(prepared.report)["splits"]["train"]["kept"] == 64
+    shuffled = list(prepare(assets["data"], streaming=True, max_steps=4).train)
+    assert shuffled != list(whole) and sorted(map(str, shuffled)) == sorted(map(str, whole))
+
+
+def test_a_stream_is_packed_and_mixed(prepare, assets, tmp_path, tokenizer):
+    packed = list(prepare(assets["data"], streaming=True, max_steps=4, packing=True, max_length=64).train)
+    rows = prepare(assets["data"]).train
+    assert sum(len(row["input_ids"]) for row in packed) == sum(map(len, rows["input_ids"]))
+    assert all(sum(row["seq_lengths"]) == len(row["input_ids"]) <= 64 for row in packed)
+    prepared = prepare(dataset_mixture=mixture(tmp_path, (1, 3)), streaming=True, max_steps=4)
+    names = [re.search(r"assistant\n(\w)", tokenizer.decode(row["input_ids"])).group(1) for row in prepared.train]
+    assert Counter(names)["b"] / len(names) == pytest.approx(0.75, abs=0.1)
+
+
+def test_a_bad_row_of_a_stream(prepare, tmp_path):
+    rows = [chat_row(f"word {i}") for i in range(1500)]
+    rows[1200] = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None}]}
+    file = write(tmp_path / "a.jsonl", rows)
+    stream = prepare(file, streaming=True, max_steps=4, shuffle_buffer=1).train
+    with pytest.raises(data.BadRow, match=f"{file} line 1201: .*--on_bad_row skip"):
+        list(stream)
+    assert len(list(prepare(file, streaming=True, max_steps=4, on_bad_row="skip").train)) == 1499
 
 
 def test_the_fingerprint_is_of_every_token_and_label_in_order():
