@@ -261,8 +261,8 @@ def check_trainer(model_args, training_args, fsdp: FsdpSettings | None) -> None:
         )
     if training_args.padding_free and not training_args.packing and training_args.max_length is not None:
         raise ValueError(
-            "TRL refuses --padding_free True with --max_length: use --packing True, which also does not pad, or max_length: null "
-            "in a recipe"
+            "TRL refuses --padding_free True with --max_length: use --packing True, which does not pad either, or "
+            "max_length: null in a recipe"
         )
     if training_args.save_only_model and fsdp and "SHARDED" in fsdp.state_dict_type:
         raise ValueError("--save_only_model True needs fsdp_state_dict_type: FULL_STATE_DICT in the Accelerate config")

@@ -12,7 +12,6 @@ from transformers import TrainerCallback
 
 import sharding
 
-
 SAMPLE_ROWS = 1000  # of the training data, that their facts are measured on
 
 

@@ -7,7 +7,7 @@ A case is one of tests/probe.py ({"name", "argv", "env"}) with "world" (number o
     "fault": {"at": NAME, "ranks": [0], "step": 6, "do": "kill" | "ENOSPC" | "EROFS" | "raise" | "SIGTERM" | "SIGTERM twice"}
 
 NAME is a step of a save (what `trainer.Staged.do` is asked to call), "training", "micro-batch", "evaluation", or, inside the
-commit, "rename" and "renamed". No launcher watches the ranks: when one dies, the others have to end by themselves. Exit codes
+commit, "rename" and "renamed"; or "prepares_for": seconds that the main process prepares the data for. No launcher watches the ranks: when one dies, the others have to end by themselves. Exit codes
 and seconds go to NAME.exit.json, what each rank wrote to NAME.rankR.txt, facts as with probe.py.
 """
 
@@ -29,6 +29,7 @@ from transformers import TrainerCallback
 
 import checkpoint
 import checks
+import data
 import probe
 import train  # noqa: F401  imported once, before the forks
 import trainer
@@ -149,6 +150,9 @@ def child(case: dict, out: Path, rank: int, port: str) -> None:
         inject(fault)
     if case.get("hub"):
         pretend_hub(case, out)
+    if case.get("prepares_for") and rank == 0:
+        prepare = data.prepare
+        data.prepare = lambda *args: time.sleep(case["prepares_for"]) or prepare(*args)
     try:
         probe.run(case, out)
     except BaseException:
