@@ -24,6 +24,11 @@ KINDS = {
     "added_tokens": ("no_chatml", {}),
     "added_tokens_tied": ("tied", {}),
     "dora": ("fp32", {"use_dora": True}),
+    "qlora_added_tokens": (
+        "bf16",
+        {"use_4bit_quantization": True, "bnb_4bit_quant_storage_dtype": "float32", "bnb_4bit_compute_dtype": "float32"}
+        | {"chat_template_format": "zephyr", "new_special_tokens": "<|user|>,<|assistant|>"},
+    ),
 }
 
 
@@ -98,7 +103,7 @@ def test_strategies_agree(launches, kind):
         else:
             assert not any(p["kind"] in ("DTensor", "FlatParameter") for p in facts[0]["parameters"]), name
         trained_rows = sum("trainable_tokens_delta" in p["name"] and p["trained"] for p in facts[0]["parameters"])
-        assert trained_rows == {"added_tokens": 2, "added_tokens_tied": 1}.get(kind, 0), name
+        assert trained_rows == {"added_tokens": 2, "added_tokens_tied": 1, "qlora_added_tokens": 2}.get(kind, 0), name
 
 
 def check_golden(kind: str, reference: list[float]) -> None:
