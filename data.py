@@ -25,6 +25,7 @@ from trl import pack_dataset
 import data_report
 import encoding
 import formats
+import row_files
 import sources
 from encoding import IGNORE_INDEX
 
@@ -118,7 +119,7 @@ class Preparation:
                 has_template=self.tokenizer.chat_template is not None,
             )
         except ValueError as error:
-            hint = sources.csv_hint(columns) if source.name.endswith(".csv") else ""
+            hint = row_files.csv_hint(columns) if source.name.endswith(".csv") else ""
             raise ValueError(f"{source.name}: {error}{hint}") from None
         loss_on = data_args.loss_on
         is_chat = chosen.name in ("messages", "sharegpt")

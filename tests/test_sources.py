@@ -13,8 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict, IterableDataset
 
+import row_files
 import sources
-from sources import Loaded, Mixture, Source, csv_hint, load, locate, read_mixture, split_names, split_off
+from row_files import csv_hint
+from sources import Loaded, Mixture, Source, load, locate, read_mixture, split_names, split_off
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -564,8 +566,8 @@ def test_findings_and_joined_file_are_kept_by_content(monkeypatch):
     name = write("k.jsonl", GOOD + "\n{bad\n")
     first = load(Source(name), on_bad_row="skip").skipped
     scans = []
-    scan = sources._scan
-    monkeypatch.setattr(sources, "_scan", lambda *args: scans.append(args) or scan(*args))
+    scan = row_files._scan
+    monkeypatch.setattr(row_files, "_scan", lambda *args: scans.append(args) or scan(*args))
     assert load(Source(name), on_bad_row="skip").skipped == first and scans == []
     write("k.jsonl", GOOD + "\n" + GOOD + "\n{bad\n")
     assert load(Source(name), on_bad_row="skip").skipped[0].startswith("k.jsonl line 3") and len(scans) == 1
