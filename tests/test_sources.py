@@ -523,7 +523,7 @@ def test_hub(monkeypatch):
     found = load(Source("o/d", "train[:5]", config="c", max_samples=3))
     assert list(found.dataset) == TEN[:3] and calls == [("o/d", "c", {"split": "train[:5]", "streaming": False})]
     assert message(load, Source("o/absent")) == (
-        "o/absent is neither a local path nor a Hub data set that can be reached: Dataset 'o/absent' doesn't exist on the Hub or cannot be accessed."
+        "--dataset_name o/absent is neither a local path nor a Hub data set that can be reached: Dataset 'o/absent' doesn't exist on the Hub or cannot be accessed."
     )
     assert message(load, Source("o/configs")) == (
         "o/configs split train: Config name is missing. Please pick one among the available configs: ['a', 'b']"
@@ -534,7 +534,7 @@ def test_hub(monkeypatch):
 
 def test_hub_that_cannot_be_reached():
     assert message(load, Source("no-such-owner/nothing")).startswith(
-        "no-such-owner/nothing is neither a local path nor a Hub data set that can be reached: "
+        "--dataset_name no-such-owner/nothing is neither a local path nor a Hub data set that can be reached: "
     )
 
 
