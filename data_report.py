@@ -220,7 +220,9 @@ def _edges(lengths: np.ndarray, bins: int = 16) -> list[int]:
         return [0] + [2**power for power in range(high - bins + 1, high + 1)]
     parts = max(parts for parts in (8, 4, 2, 1) if parts * (high - low) <= bins)
     edges = {int(2.0**power * (1 + part / parts)) for power in range(low, high) for part in range(parts)}
-    return sorted(edges | {2**high})
+    edges = np.array(sorted(edges | {2**high}))
+    first, last = np.searchsorted(edges, [lengths.min(), lengths.max()])  # no empty bins at the ends
+    return edges[max(first - 1, 0) : max(last, first, 1) + 1].tolist()
 
 
 def _histogram(lengths: np.ndarray, edges: list[int]) -> list[int]:

@@ -4,7 +4,7 @@
     python benchmarks/data.py --rows 5000 --repeats 5 --threads all
 
 "here" is `data.prepare`; "TRL" is `load_dataset` and SFTTrainer's `_prepare_dataset` with assistant_only_loss, from the same
-JSONL file with the same tokenizer (SmolLM2's, with ChatML; TRL's template also marks the answers), cut to --max_length, with
+JSONL file with the same tokenizer (SmolLM2's, with ChatML; TRL's template also marks the answers), cut to 2048, with
 and without packing. First the tokens and labels that both make of 1000 rows are compared. Each measurement is a process of
 its own, of which the preparation is timed and not the imports: one with an empty cache, then one with the cache that the
 first has left. Memory is anonymous memory above what the process held before, sampled every 2 ms; the pages of memory-mapped
@@ -35,18 +35,16 @@ spec = importlib.util.spec_from_file_location("loading_benchmark", Path(__file__
 memory = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(memory)
 
-MIB, COMPARED, MAX_LENGTH = 2**20, 1000, 2048
+MIB, COMPARED = 2**20, 1000
 COMMON = (
     "the of and to in a is that for it as was with be by on not he this are or his from at which but have an had they you "
-    "were their one all we can her has there been if more when will would who so no said what up its about into than them "
-    "only some could time these two may then do first any my now such like our over man me even most made after also did"
+    "were their one all we can her has there been if more when will would who so no said what up its about into than them"
 )
 STEMS = (
     "act form port press struct connect order light view mark count place point sign charge train play print load work "
     "write build turn test file table model paper water green market engine school letter number garden window river"
 )
-AFFIXES = ",re,un,over,inter,sub,non,out", ",s,ed,ing,er,ers,able,ment,less,ness,ation,ist"
-PARTS = AFFIXES[0].split(","), STEMS.split(), AFFIXES[1].split(",")
+PARTS = ",re,un,over,inter,sub,non,out".split(","), STEMS.split(), ",s,ed,ing,er,able,ment,less,ness,ation,ist".split(",")
 WORDS = COMMON.split() + ["".join(parts) for parts in itertools.product(*PARTS)]
 # ChatML with the marks that TRL needs around what is supervised: an answer and the token that ends it, as here.
 CHATML_FOR_TRL = (
@@ -66,9 +64,9 @@ def make_rows(path: Path, rows: int) -> None:
             size = min(left, draw.randint(4, 18))
             chosen = draw.choices(WORDS, cum_weights=weights, k=size)
             chosen[-1] = str(draw.randint(1, 9999)) if draw.random() < 0.1 else chosen[-1]
-            sentences.append(", ".join(" ".join(part) for part in (chosen[:7], chosen[7:]) if part).capitalize() + ".")
+            sentences.append(" ".join(chosen).capitalize() + draw.choice((".\n\n", ". ", "? ", ", ", ". ")))
             left -= size
-        return "".join(sentence + draw.choice(("\n\n", " ", " ", " ", " ")) for sentence in sentences).strip()
+        return "".join(sentences).strip()
 
     with open(path, "w", encoding="utf-8") as file:
         for _ in range(rows):
@@ -86,14 +84,13 @@ def preparation(args, side: str, packing: bool):
     import chat
 
     tokenizer, _ = chat.prepare_tokenizer(str(args.folder / "smollm2"), "chatml")
-    common = dict(max_length=MAX_LENGTH, packing=packing, use_cpu=True, output_dir=str(args.folder / "run"))
+    common = {"max_length": 2048, "packing": packing, "use_cpu": True, "output_dir": str(args.folder / "run")}
     if side == "here":
         import arguments
         import data
 
-        flags = {**common, "model_name_or_path": args.folder / "smollm2", "dataset_name": args.data, "loss_on": "assistant"}
-        command = arguments.parse([f"--{name}={value}" for name, value in {**flags, "data_only": True}.items()])
-        _, data_args, training_args = command.build()
+        flags = common | {"model_name_or_path": "-", "dataset_name": args.data, "loss_on": "assistant", "data_only": True}
+        _, data_args, training_args = arguments.parse([f"--{name}={value}" for name, value in flags.items()]).build()
         return tokenizer, lambda: data.prepare(data_args, training_args, tokenizer)
     import datasets
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -145,9 +142,8 @@ def worker(args) -> dict:
         import data_report
 
         figures = data_report.summary(result.report)
-        said = {"report": figures["padding"]["share"], "fill": figures["packing"]["fill"]}
-        facts["padding"] = {"measured": padded_share(rows, tokenizer)} | said
-        facts["tokens"] = figures["splits"]["train"]["tokens"]
+        facts |= {"padding": padded_share(rows, tokenizer), "tokens": figures["splits"]["train"]["tokens"]}
+        facts["report"] = {"padding": figures["padding"]["share"], "fill": figures["packing"]["fill"]}
     return facts
 
 
@@ -161,8 +157,8 @@ def launch(args, side: str, variant: str, step: str, cache: str, rows: Path) -> 
     return json.loads(Path(cache, "facts.json").read_text())
 
 
-def spread(values, digits: int) -> str:
-    low, middle, high = (f"{value:.{digits}f}" for value in (min(values), statistics.median(values), max(values)))
+def spread(values, digits: int, unit: float = 1) -> str:
+    low, middle, high = (f"{f(values) / unit:.{digits}f}" for f in (min, statistics.median, max))
     return middle if low == high else f"{middle} ({low}-{high})"
 
 
@@ -204,19 +200,23 @@ def main() -> None:
             for side, found in runs.items():
                 seconds, cpu, peak = ([run[name] for run in found] for name in ratios)
                 second = [run["second"]["seconds"] for run in found]
-                columns = [spread(seconds, 1), spread([args.rows / s for s in seconds], 0)]
-                columns += [spread([runs["here"][0]["tokens"] / s / 1000 for s in seconds], 0), spread(cpu, 1)]
-                columns += [spread([bytes / MIB for bytes in peak], 0), spread(second, 2)]
-                shares = [100 * after / before for before, after in zip(seconds, second, strict=True)]
-                print(f"| {variant} | {side} | {' | '.join(columns)} | {spread(shares, 1)} % |", flush=True)
+                speed, tokens = [args.rows / s for s in seconds], runs["here"][0]["tokens"] / args.rows
+                share = spread([100 * b / a for a, b in zip(seconds, second, strict=True)], 1)
+                columns = [spread(seconds, 1), spread(speed, 0), spread(speed, 0, 1000 / tokens), spread(cpu, 1)]
+                columns += [spread(peak, 0, MIB), spread(second, 2), f"{share} %"]
+                print(f"| {variant} | {side} | {' | '.join(columns)} |", flush=True)
             times, cpu, peak = (spread(values, 2) for values in ratios.values())
             print(f"| {variant} | TRL / here | {times} | | | {cpu} | {peak} | | |", flush=True)
-            report[variant] = {"runs": runs, "TRL/here": ratios, "padding": runs["here"][0]["padding"]}
-    plain, packed = (report[variant]["padding"] for variant in ("plain", "packed"))
-    print(f"\nPadding in micro-batches of 8: {plain['measured']:.1%} (the data report says {plain['report']:.1%});")
-    print(f"of packed rows {packed['measured']:.1%} if padded, none as trained; they are {packed['fill']:.1%} full.")
+            report[variant] = {"runs": runs, "TRL / here": ratios}
+    plain, packed = (report[variant]["runs"]["here"][0] for variant in ("plain", "packed"))
+    print(
+        f"\nPadding in micro-batches of 8: {plain['padding']:.1%} (the data report says {plain['report']['padding']:.1%});"
+    )
+    print(
+        f"of packed rows {packed['padding']:.1%} if padded, none as trained; they are {packed['report']['fill']:.1%} full."
+    )
     names = ("datasets", "pyarrow", "tokenizers", "transformers", "trl")
-    facts = {"rows": args.rows, "max_length": MAX_LENGTH, "threads": args.threads, "differ": differ, "variants": report}
+    facts = {"rows": args.rows, "threads": args.threads, "differ": differ, "variants": report}
     facts["machine"] = {"cores": os.cpu_count(), "python": platform.python_version()} | {n: version(n) for n in names}
     if args.json:
         args.json.write_text(json.dumps(facts, indent=1) + "\n")
