@@ -11,12 +11,14 @@ from the data never becomes a control token: where it looks like one, the row is
 import bisect
 import itertools
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import xxhash
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Encoding, Tokenizer
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 import chat
 import formats
@@ -31,6 +33,10 @@ _MARKS, _STAND_INS = range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE)
 _MARK = re.compile("[\U000f0000-\U000ffffd]")
 _STAND_IN = re.compile("[\U00100000-\U0010fffd]")
 _PRIVATE = re.compile("[\U000f0000-\U0010fffd]")
+
+
+# Keys of a message that Transformers passes on as they are; reasoning is copied to keys of several names.
+_PLAIN_KEYS = {"role", "content", "tool_calls", "tool_call_id", "name", "weight"}
 
 
 class ChoiceNeeded(ValueError):
@@ -108,7 +114,8 @@ class Encoder:
         words = sorted((token.content for token in self.special.values()), key=len, reverse=True)
         self.control = re.compile("|".join(map(re.escape, words)) or "(?!)")
         self.number = {token.content: number for number, token in enumerate(self.special.values())}
-        self._apart = None
+        self._apart, self._blank = None, {}
+        self._fixed = {"documents": None, "add_generation_prompt": False, **tokenizer.special_tokens_map}
 
     # ---- One row, or many ----
 
@@ -127,11 +134,11 @@ class Encoder:
             plain = [(i, text, facts) for i, text, facts in rendered if not text.stand_ins and facts["add"] is add]
             encodings = self.backend.encode_batch([text.text for _, text, _ in plain], add_special_tokens=add)
             for (index, text, facts), encoding in zip(plain, encodings, strict=True):
-                ids, offsets = _ids_and_offsets(encoding)
-                if any(((offsets[:, 0] < bound) & (offsets[:, 1] > bound)).any() for bound in text.bounds):
+                supervised = self._supervised(encoding, text)
+                if supervised is None:
                     results[index] = self._try_apart(text, facts)
                 else:
-                    results[index] = self._finish(ids, offsets, text.text, text.spans, facts)
+                    results[index] = self._finish(np.array(encoding.ids, dtype=np.int32), supervised, text, facts)
         for index, text, facts in rendered:
             if text.stand_ins:
                 results[index] = self._try_apart(text, facts)
@@ -175,9 +182,10 @@ class Encoder:
         if messages[0]["role"] in ("system", "developer") and not self.template.takes_system:
             messages, facts["folded"] = self._fold_system(messages), True
             prompt = prompt - 1 if prompt else prompt
-        if _search((messages, tools), _PRIVATE):
+        strings = "\n".join(_strings((messages, tools)))
+        if _PRIVATE.search(strings):
             raise ValueError("it holds characters of Unicode's private planes 15 and 16, which are needed here as marks")
-        if _search((messages, tools), self.control):
+        if self.control.search(strings):
             facts["escaped"] = True
             messages, tools = (_replace(value, self.control, self._stand_in) for value in (messages, tools))
         if tools and not self.template.takes_tools:
@@ -223,12 +231,17 @@ class Encoder:
 
     def _apply_template(self, messages: list[dict], tools: list | None) -> str:
         try:
+            if all(message.keys() <= _PLAIN_KEYS for message in messages):
+                # As apply_chat_template renders plain messages, without its copies of them, which take as long.
+                compiled = _compile_jinja_template(self.tokenizer.chat_template)
+                return compiled.render(messages=messages, tools=tools, **self._fixed)
             return self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
         except Exception as error:  # Jinja errors, and whatever a template raises on purpose
             raise ValueError(f"the chat template refuses it ({error})") from None
 
     def _render_chat(self, messages: list[dict], tools: list | None, prompt: int | None, facts: dict) -> _Rendered:
         text = self._apply_template(messages, tools)
+        whole = _Rendered(text, None, stand_ins=facts["escaped"])
         if 2 * len(messages) > len(_MARKS):
             raise ValueError(f"it has {len(messages)} messages; at most {len(_MARKS) // 2} can be told apart")
         for only_answers in (False, True):  # a template may look at how a user's turn begins (Qwen's tool responses)
@@ -240,6 +253,8 @@ class Encoder:
             if _MARK.sub("", with_marks) == text:
                 break
         else:
+            if self.loss_on == "all":
+                return whole
             raise ValueError("the chat template changes with what a message holds, so its answers cannot be found in it")
         places: dict[int, list[int]] = {}  # of the marks of each message, in the text without them
         begun = set()  # messages whose beginning is in the text
@@ -251,9 +266,9 @@ class Encoder:
             written = message["content"].strip() or message.get("tool_calls")
             if written and index not in places and not (only_answers and message["role"] != "assistant"):
                 raise ValueError(f"the chat template leaves out message {index} (role {message['role']!r})")
-        spans = self._answers(messages, text, places, begun, prompt)
         if self.loss_on == "all":
-            return _Rendered(text, None, stand_ins=facts["escaped"])
+            return whole
+        spans = self._answers(messages, text, places, begun, prompt)
         bounds = tuple(start for start, _ in spans if self.template.header and text.endswith(self.template.header, 0, start))
         return _Rendered(text, spans, bounds, stand_ins=facts["escaped"])
 
@@ -329,6 +344,7 @@ class Encoder:
             return new + place - old
 
         spans = rendered.spans and [(moved(low), moved(high)) for low, high in rendered.spans]
+        rendered = _Rendered(text, spans)
         encoding = backend.encode(text, add_special_tokens=facts["add"])
         ids, offsets = _ids_and_offsets(encoding)
         aliased = np.isin(ids, list(real_ids))
@@ -337,7 +353,7 @@ class Encoder:
             raise ValueError("it holds text that looks like a control token, and this tokenizer cannot write that as text")
         keep = ids != break_id
         ids = np.array([real_ids.get(id, id) for id in ids.tolist()], dtype=np.int32)
-        return self._finish(ids[keep], offsets[keep], text, spans, facts)
+        return self._finish(ids[keep], _overlapping(offsets, spans)[keep], rendered, facts)
 
     def _tokenizer_apart(self) -> tuple[Tokenizer, dict[int, int], int]:
         backend = Tokenizer.from_str(self.backend.to_str())
@@ -352,18 +368,41 @@ class Encoder:
         real_ids = {backend.token_to_id(token.content): id for id, token in tokens.items()}
         return backend, real_ids, backend.token_to_id(chr(_MARKS[-1]))
 
-    def _finish(self, ids: np.ndarray, offsets: np.ndarray, text: str, spans, facts: dict) -> Encoded | ValueError:
-        bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+    def _supervised(self, encoding: Encoding, rendered: _Rendered) -> np.ndarray | None:
+        """Which tokens are supervised (n,); None if one reaches over the beginning of an answer."""
+        text, spans = rendered.text, rendered.spans
+        if not spans:
+            return np.full(len(encoding), spans is None)
+        if not all(self._is_plain(text, low, high) for low, high in spans):
+            offsets = _ids_and_offsets(encoding)[1]
+            if any(((offsets[:, 0] < bound) & (offsets[:, 1] > bound)).any() for bound in rendered.bounds):
+                return None
+            return _overlapping(offsets, spans)
+        supervised = np.zeros(len(encoding), dtype=bool)
+        for low, high in spans:
+            first, last = encoding.char_to_token(low), encoding.char_to_token(high - 1)
+            if low in rendered.bounds and encoding.token_to_chars(first)[0] < low:
+                return None
+            supervised[first : last + 1] = True
+        return supervised
+
+    def _is_plain(self, text: str, low: int, high: int) -> bool:
+        """Whether the tokens at the ends of an answer can be asked for by character, which is faster than by all offsets.
+
+        Not next to white space, which tokenizers leave out of offsets, nor where the last character may be several tokens.
+        """
+        turn_end = self.template and self.template.turn_end
+        ended = bool(turn_end) and text.endswith(turn_end, low, high)
+        return ended and not text[low].isspace() and text[low - 1 : low] != " "
+
+    def _finish(self, ids: np.ndarray, supervised: np.ndarray, rendered: _Rendered, facts: dict) -> Encoded | ValueError:
+        bos, eos, spans = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id, rendered.spans
         if (
             bos is not None and bos != eos and len(ids) > 1 and ids[0] == ids[1] == bos
         ):  # the text has one, and one was added
-            ids, offsets = ids[1:], offsets[1:]
-        supervised = np.full(len(ids), spans is None)
-        for low, high in spans or ():
-            # A token that straddles the start of an answer ("▁Paris" after a prompt that ends in a space) belongs to it.
-            supervised |= (offsets[:, 0] < high) & (offsets[:, 1] > low)
+            ids, supervised = ids[1:], supervised[1:]
         if self.append_concat_token and not self._ends_with_eos(ids):
-            ends_supervised = spans is None or bool(spans and spans[-1][1] >= len(text.rstrip()))
+            ends_supervised = spans is None or bool(spans and spans[-1][1] >= len(rendered.text.rstrip()))
             ids, supervised = np.append(ids, np.int32(eos)), np.append(supervised, ends_supervised)
         if not len(ids):
             return ValueError("the row is empty")
@@ -395,7 +434,9 @@ class Encoder:
         for token in ids[-4:][::-1].tolist():  # a template may write white space after the token that ends a turn
             if token == self.tokenizer.eos_token_id:
                 return True
-            if self.tokenizer.decode([token]).strip():
+            if token not in self._blank:
+                self._blank[token] = not self.tokenizer.decode([token]).strip()
+            if not self._blank[token]:
                 return False
         return False
 
@@ -412,11 +453,20 @@ def _ids_and_offsets(encoding) -> tuple[np.ndarray, np.ndarray]:
     return ids, offsets
 
 
-def _search(value, pattern: re.Pattern) -> bool:
+def _overlapping(offsets: np.ndarray, spans: list[tuple[int, int]] | None) -> np.ndarray:
+    """Tokens with a character in a span. One that straddles its start ("▁Paris" after a space) belongs to the answer."""
+    supervised = np.full(len(offsets), spans is None)
+    for low, high in spans or ():
+        supervised |= (offsets[:, 0] < high) & (offsets[:, 1] > low)
+    return supervised
+
+
+def _strings(value) -> Iterator[str]:
     if isinstance(value, str):
-        return pattern.search(value) is not None
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return any(_search(item, pattern) for item in items)
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _strings(item)
 
 
 def _replace(value, pattern: re.Pattern, replacement):
