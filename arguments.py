@@ -445,10 +445,10 @@ def _value_to_tokens(action, value: Any) -> list[str]:
         is_choice = action.type is not None and getattr(action.type, "__name__", "") != "string_to_bool"
         return ["no" if is_choice and not value else str(value)]  # YAML reads a bare `no` as false
     if isinstance(value, dict):
-        return [json.dumps(value)]
+        return [json.dumps(value, default=str)]  # YAML makes a date of 2024-01-01
     if isinstance(value, list):
         if any(isinstance(item, (dict, list)) for item in value):
-            return [json.dumps(value)]
+            return [json.dumps(value, default=str)]
         return [str(item) for item in value] if action.nargs in ("+", "*") else [",".join(str(item) for item in value)]
     return [str(value)]
 

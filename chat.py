@@ -89,7 +89,10 @@ def prepare_tokenizer(
     elif chat_template_format in TEMPLATES:
         tokenizer.chat_template = TEMPLATES[chat_template_format]
     elif chat_template_format not in (None, "model"):
-        tokenizer.chat_template = Path(chat_template_format).read_text(encoding="utf-8")
+        try:
+            tokenizer.chat_template = Path(chat_template_format).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--chat_template_format {chat_template_format} cannot be read: {error}") from None
     elif chat_template_format == "model" and tokenizer.chat_template is None:
         raise ValueError(
             f"--chat_template_format model: the tokenizer of {model_name_or_path} has no chat template; "
@@ -111,7 +114,10 @@ def prepare_tokenizer(
     if tokenizer.eos_token is None and tokenizer.chat_template is None:
         raise ValueError(f"the tokenizer of {model_name_or_path} has no EOS token: set eos_token in tokenizer_config.json")
     if tokenizer.chat_template is not None:
-        end_answers_with_eos(tokenizer)
+        try:
+            end_answers_with_eos(tokenizer)
+        except ValueError as error:
+            raise ValueError(f"--chat_template_format {chat_template_format or 'model'}: {error}") from None
     new_token_ids = list(range(vocabulary_before, len(tokenizer)))
     choose_pad_token(tokenizer)
     return tokenizer, new_token_ids

@@ -255,10 +255,6 @@ OPTIMIZER_PACKAGES = {
 
 def check_trainer(model_args, training_args, fsdp: FsdpSettings | None) -> None:
     """Arguments that TRL or the Trainer refuse too, but only once the model is loaded."""
-    if training_args.packing and training_args.packing_strategy == "wrapped":
-        raise ValueError(
-            "--packing_strategy wrapped lets rows attend to each other and cuts them anywhere: use bfd or bfd_split"
-        )
     if training_args.padding_free and not training_args.packing and training_args.max_length is not None:
         raise ValueError(
             "TRL refuses --padding_free True with --max_length: use --packing True, which does not pad either, or "
@@ -342,14 +338,22 @@ def settle_mixed_precision(training_args) -> list[str]:
     return [f"mixed_precision: {configured} in the Accelerate config is overruled by the arguments: {decided}"]
 
 
-def check_files(model_args, training_args) -> None:
-    """The output folder and the checkpoint to resume from."""
+def check_output(training_args) -> None:
+    """Raise ValueError if nothing can be written to the output folder."""
     folder = Path(training_args.output_dir)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--output_dir {folder} is a file: name a folder")
     parent = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     if not os.access(parent, os.W_OK):
         raise ValueError(f"--output_dir {folder} cannot be written: {parent} is read-only for this user")
+    if not parent.is_dir():
+        raise ValueError(f"--output_dir {folder}: {parent} is a file: name a folder")
+
+
+def check_files(model_args, training_args) -> None:
+    """The output folder and the checkpoint to resume from."""
+    check_output(training_args)
+    folder = Path(training_args.output_dir)
     resumed = training_args.resume_from_checkpoint
     there = checkpoint.numbered(folder)
     if resumed is None:

@@ -41,6 +41,9 @@ FACTS = Features(
 class BadRow(ValueError):
     """(index in its data set, what is wrong with it)"""
 
+    def __str__(self):  # a DataLoader's worker puts its traceback before it
+        return super().__str__().rpartition("BadRow: ")[2].strip()
+
 
 @dataclass
 class Prepared:
@@ -122,8 +125,7 @@ class Preparation:
             hint = row_files.csv_hint(columns) if source.name.endswith(".csv") else ""
             raise ValueError(f"{source.name}: {error}{hint}") from None
         loss_on = data_args.loss_on
-        is_chat = chosen.name in ("messages", "sharegpt")
-        if loss_on == "assistant" and not is_chat and (chosen.name == "text" or self.tokenizer.chat_template is None):
+        if loss_on == "assistant" and not chosen.is_chat and (chosen.name == "text" or self.tokenizer.chat_template is None):
             raise ValueError(f"--loss_on assistant needs chats; the rows of {source.name} are {chosen.name}")
         if loss_on == "completion" and chosen.name == "text":
             raise ValueError(
@@ -242,6 +244,10 @@ class Preparation:
             digest.update(Path(module.__file__).read_bytes())
         return digest.hexdigest()[:32]
 
+    def check_text(self) -> None:
+        if self.data_args.control_tokens_in_text is not None and all(part.format.is_chat for part in self.parts):
+            raise ValueError("--control_tokens_in_text has no effect on chats, in which they are always text: drop it")
+
     # ---- Putting it together ----
 
     def load(self, found: list[sources.Source], role: str) -> list[Dataset]:
@@ -254,6 +260,8 @@ class Preparation:
             rows, held_out = loaded.dataset, None
             if fraction:
                 rows, held_out = sources.split_off(rows, fraction, self.training_args.seed)
+                if self.data_args.max_eval_samples is not None:
+                    held_out = held_out.select(range(min(self.data_args.max_eval_samples, len(held_out))))
             if limit is not None:
                 rows = rows.select(range(min(limit, len(rows))))
             for part_rows, part_role in ((rows, role), (held_out, "eval")):
@@ -267,7 +275,14 @@ class Preparation:
     def mix(self, tokens: list[Dataset], found: list[sources.Source], stop: str) -> Dataset:
         """One data set of several: by weight if they have any, else one after the other."""
         joined = concatenate_datasets(tokens)
-        if len(tokens) == 1 or found[0].weight is None or any(len(part) == 0 for part in tokens):
+        if len(tokens) == 1 or found[0].weight is None:
+            return joined
+        for source, part in zip(found, tokens, strict=True):
+            if len(part) == 0 < len(joined):
+                raise ValueError(
+                    f"{source.name} has a weight in the mixture and no row that can be trained on: drop the entry"
+                )
+        if not len(joined):
             return joined
         total = sum(source.weight for source in found)
         edges = np.cumsum([0, *map(len, tokens)])
@@ -300,7 +315,8 @@ class Preparation:
             return None
         if not args.packing:
             tokens = tokens.select(range(min(len(tokens), REPORT_ROWS)))
-            packed = pack_dataset(tokens, args.max_length, "bfd", {"keep_in_memory": True, "load_from_cache_file": False})
+            room = min(args.max_length, int(_lengths(tokens).sum()))  # packing takes memory for each token of a row
+            packed = pack_dataset(tokens, room, "bfd", {"keep_in_memory": True, "load_from_cache_file": False})
         size = int(_lengths(packed).sum())
         return {"on": args.packing, "rows": len(packed), "of": len(tokens), "tokens": size, "capacity": args.max_length}
 
@@ -392,6 +408,7 @@ def prepare(data_args, training_args, tokenizer: PreTrainedTokenizerBase) -> Pre
     if data_args.streaming:
         return _prepare_stream(work, train_sources, eval_sources, stop)
     train = work.mix(work.load(train_sources, "train"), train_sources, stop)
+    work.check_text()
     if data_args.eval_fraction:
         held_out = [part for part in work.parts if part.role == "eval"]
         held_out = [part.tokens.select_columns(list(TOKENS)).select(part.kept) for part in held_out]
@@ -415,9 +432,20 @@ def check_choices(data_args, training_args) -> None:
         ("max_eval_samples", lambda v: v is None or v >= 1, "at least 1"),
         ("max_unsupervised", lambda v: 0 <= v <= 1, "a share between 0 and 1"),
         ("shuffle_buffer", lambda v: v >= 1, "at least 1 (which does not shuffle)"),
+        ("dataset_num_proc", lambda v: v is None or v >= 1, "at least 1"),
     ):
-        if not good(getattr(data_args, name)):
-            raise ValueError(f"--{name} {getattr(data_args, name)} must be {what}")
+        value = getattr(data_args if hasattr(data_args, name) else training_args, name)
+        if not good(value):
+            raise ValueError(f"--{name} {value} must be {what}")
+    if training_args.packing and training_args.packing_strategy == "wrapped":
+        raise ValueError(
+            "--packing_strategy wrapped lets rows attend to each other and cuts them anywhere: use bfd or bfd_split"
+        )
+    if training_args.packing and training_args.packing_strategy == "bfd_split" and data_args.truncation != "right":
+        raise ValueError(
+            f"--truncation {data_args.truncation} has no effect with --packing_strategy bfd_split, which cuts long rows "
+            "into pieces: drop one"
+        )
     if training_args.max_length is None and (training_args.packing or training_args.eval_packing):
         raise ValueError("--packing True needs --max_length, the tokens of a packed row")
     if not data_args.streaming:
@@ -437,6 +465,8 @@ def check_choices(data_args, training_args) -> None:
 def check_evaluation(data_args, training_args, eval_sources: list) -> None:
     """Raise ValueError unless there is something to evaluate on exactly if there is an evaluation."""
     evaluates, fraction = training_args.eval_strategy != "no", data_args.eval_fraction
+    if training_args.eval_packing is not None and not eval_sources and not fraction:
+        raise ValueError("--eval_packing has no effect without rows to evaluate on: drop it")
     if fraction is not None and not 0 < fraction < 1:
         raise ValueError(f"--eval_fraction {fraction} must be between 0 and 1, such as 0.05")
     if fraction is not None and eval_sources:
@@ -446,6 +476,8 @@ def check_evaluation(data_args, training_args, eval_sources: list) -> None:
     if (eval_sources or fraction) and not evaluates and not data_args.data_only:
         what = "--eval_fraction sets rows aside" if fraction else f"{eval_sources[0].split} is a split"
         raise ValueError(f"{what} to evaluate on but --eval_strategy is no: add --eval_strategy epoch, or drop it")
+    if data_args.max_eval_samples is not None and not eval_sources and not fraction:
+        raise ValueError("--max_eval_samples has no effect without rows to evaluate on: name a second split in --splits")
     if evaluates and not eval_sources and not fraction:
         raise ValueError(
             f"--eval_strategy {training_args.eval_strategy.value} needs rows to evaluate on: name a second split in "
@@ -462,11 +494,12 @@ def _prepare_stream(work: Preparation, train_sources: list, eval_sources: list, 
     data_args, args = work.data_args, work.training_args
     streams, samples = [], []
     for source in train_sources:
-        stream = sources.load(source, on_bad_row=data_args.on_bad_row, streaming=True).dataset
+        loaded = sources.load(source, on_bad_row=data_args.on_bad_row, streaming=True)
+        stream = loaded.dataset
         if data_args.max_samples is not None:
             stream = stream.take(data_args.max_samples)
         rows = Dataset.from_list(list(stream.take(REPORT_ROWS)), features=stream.features)
-        part = work.tokenise(rows, source, "train", [])
+        part = work.tokenise(rows, source, "train", loaded.skipped)
         work.parts.append(part)
         samples.append(part.tokens.select_columns(list(TOKENS)).select(part.kept))
         if data_args.shuffle_buffer > 1:
@@ -495,7 +528,8 @@ def _prepare_stream(work: Preparation, train_sources: list, eval_sources: list, 
         part = work.tokenise(rows, source, "eval", loaded.skipped)
         work.parts.append(part)
         held_out.append(part.tokens.select_columns(list(TOKENS)).select(part.kept))
-    report = work.report(sample, packed, streamed=REPORT_ROWS)
+    whole = all(len(part.tokens) < REPORT_ROWS for part in work.parts if part.role == "train")
+    report = work.report(sample, packed, streamed=None if whole else REPORT_ROWS)
     data_report.gates(report, data_args.max_unsupervised)
     packs_evaluation = args.packing if args.eval_packing is None else args.eval_packing
     evaluation = work.pack(concatenate_datasets(held_out), packs_evaluation) if held_out else None
@@ -514,6 +548,8 @@ class EncodeStream:
         count = len(next(iter(batch.values())))
         try:
             facts = self.encode(batch, range(count), self.format, self.stop)
+        except encoding.ChoiceNeeded as error:
+            raise BadRow(str(error)) from None
         except BadRow as error:
             example = {column: values[error.args[0]] for column, values in batch.items()}
             where = sources.locate(self.source, example) or f"a row of {self.source.name}"

@@ -159,13 +159,14 @@ class Encoder:
         """The text of a row in pieces, each with whether it is supervised, as the data report shows it."""
         supervised = np.asarray(labels) != IGNORE_INDEX
         edges = [0, *(np.flatnonzero(np.diff(supervised)) + 1), len(supervised)]
-        # Decoded from the beginning each time: many tokenizers drop a space where decoding begins.
-        texts = [self.tokenizer.decode(list(ids[:edge])) for edge in edges]
-        return [
-            (texts[i + 1][len(texts[i]) :], bool(supervised[a]))
-            for i, (a, b) in enumerate(itertools.pairwise(edges))
-            if b > a
-        ]
+        found = []
+        for a, b in itertools.pairwise(edges):
+            if b > a:
+                # With a few tokens before it: many tokenizers drop a space where decoding begins.
+                context = list(ids[max(a - 8, 0) : a])
+                text = self.tokenizer.decode(context + list(ids[a:b]))[len(self.tokenizer.decode(context)) :]
+                found.append((text, bool(supervised[a])))
+        return found
 
     # ---- Rendering ----
 

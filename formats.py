@@ -37,6 +37,10 @@ class Format:
     others: tuple[str, ...] = ()  # formats that the columns would fit too
     unread: tuple[str, ...] = ()
 
+    @property
+    def is_chat(self) -> bool:
+        return self.name in ("messages", "sharegpt")
+
     def __str__(self) -> str:
         parts = [f"{part} <- {column!r}" for part, column in self.columns.items()]
         found = f"{self.name}, {'recognised' if self.recognised else 'as asked for'}; {', '.join(parts)}"
@@ -79,6 +83,9 @@ def choose(
             )
         if column not in columns:
             raise ValueError(f"--columns {part}={column}: there is no column {column!r}; the data have {_list(columns)}")
+    repeated = [column for column in renamed.values() if list(renamed.values()).count(column) > 1]
+    if repeated:
+        raise ValueError(f"--columns takes {repeated[0]!r} for two parts of a row")
     if wanted is not None and wanted not in FORMATS:
         raise ValueError(f"--format {wanted} is unknown: use {', '.join(FORMATS)}, or leave it out to have it recognised")
 
@@ -120,11 +127,19 @@ def choose(
 
 
 def parse_columns(value: str | None) -> dict[str, str]:
-    """`--columns prompt=question,completion=answer` as {"prompt": "question", "completion": "answer"}."""
+    """`--columns prompt=question,completion=answer` as {"prompt": "question", "completion": "answer"}; JSON is fine too."""
+    if (value or "").lstrip().startswith("{"):  # a mapping in a recipe
+        try:
+            return {str(part): str(column) for part, column in json.loads(value).items()}
+        except ValueError:
+            raise ValueError(f"--columns {value} is not JSON: write prompt=question,completion=answer") from None
     pairs = [pair.split("=", 1) for pair in (value or "").split(",") if pair.strip()]
     if any(len(pair) != 2 or not pair[0].strip() or not pair[1].strip() for pair in pairs):
         raise ValueError(f"--columns {value} must be part=column pairs, such as prompt=question,completion=answer")
-    return {part.strip(): column.strip() for part, column in pairs}
+    columns = {part.strip(): column.strip() for part, column in pairs}
+    if len(columns) < len(pairs):
+        raise ValueError(f"--columns {value} gives one part twice")
+    return columns
 
 
 def read(example: dict, format: Format, has_template: bool = True) -> Row:
@@ -144,9 +159,10 @@ def read(example: dict, format: Format, has_template: bool = True) -> Row:
     turns = values.get("messages", values.get("conversations"))
     if format.name == "sharegpt":
         turns = _sharegpt(turns, name)
-        if values.get("system"):
-            turns = [{"role": "system", "content": values["system"]}, *turns]
-    return Row(messages=_messages(turns, name), tools=_tools(values.get("tools")))
+    messages = _messages(turns, name)
+    if values.get("system"):
+        messages = [{"role": "system", "content": _text(values["system"], format.columns["system"])}, *messages]
+    return Row(messages=messages, tools=_tools(values.get("tools")))
 
 
 def _list(names) -> str:
@@ -205,7 +221,7 @@ def _sharegpt(turns, column: str) -> list[dict]:
         if turn.get("from") is None and turn.get("role") is not None:  # the same column is also used for {role, content}
             messages.append(turn)
             continue
-        role = SHAREGPT_ROLES.get(turn.get("from"))
+        role = SHAREGPT_ROLES.get(turn["from"]) if isinstance(turn.get("from"), str) else None
         if role is None:
             raise ValueError(
                 f"{column}[{number}]: from {_short(turn.get('from'))} is unknown; known are {', '.join(SHAREGPT_ROLES)}"
@@ -222,6 +238,7 @@ def _sharegpt(turns, column: str) -> list[dict]:
 
 
 def _messages(turns, column: str) -> list[dict]:
+    turns = _json(turns, column, list) if isinstance(turns, str) else turns
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
         raise ValueError(f"column {column!r} must be a non-empty list of {{role, content}}, not {_short(turns)}")
     messages = []
@@ -272,7 +289,11 @@ def _without_nulls(value):
     """Arrow gives every struct of a column the keys of all of them; those that a row did not have are null."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    if not isinstance(value, (str, int, float, type(None))):  # the template would write '<datetime>'
+        raise ValueError(f"tools and tool calls hold {_short(value)}, which JSON has no word for: write it as text")
+    return value
 
 
 def _call(call, where: str) -> dict:

@@ -1,9 +1,9 @@
 """JSON, CSV and parquet files as rows: each mistake by its file and line, and no value changed on the way.
 
-`datasets` does the reading. Left to itself it reads a column of 'a', '42' and 42 as 'a', 42 and 42, turns the numbers of a
-later file into text (or '007' into 7), makes an empty row of a line `null`, and shifts the columns of a CSV whose first row
-is too long. So JSON and CSV files are read through once before they are loaded, and the findings are kept in the cache
-folder of `datasets` by the content of the files:
+`datasets` does the reading. Left to itself it reads a column of 'a', '42' and 42 as 'a', 42 and 42, makes times of a column
+of dates, turns the numbers of a later file into text (or '007' into 7), makes an empty row of a line `null`, and shifts the
+columns of a CSV whose first row is too long. So JSON and CSV files are read through once before they are loaded, and the
+findings are kept in the cache folder of `datasets` by the content of the files:
 
 - Within a column, and within the lists and objects it holds, all values must be of one kind: text, number, true/false, list
   or object. null and missing keys are no kind and pass; integers beside fractions are both numbers. The kind that most
@@ -33,8 +33,8 @@ import datasets
 import pyarrow.parquet as pq
 import xxhash
 from datasets import Dataset, Features, IterableDataset, Value
-from pandas._libs.parsers import STR_NA_VALUES
 
+MAX_DEPTH = 30  # of lists and objects in each other; Arrow reads no more than about 60
 KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
@@ -68,7 +68,7 @@ def reasons(name: str):
 
 def kind_of(file: str) -> str | None:
     path = Path(file[:-3] if file.endswith(".gz") else file)
-    kind = KINDS.get(path.suffix)
+    kind = KINDS.get(path.suffix.lower())
     return None if file.endswith(".gz") and kind == "parquet" else kind
 
 
@@ -83,7 +83,14 @@ def load_files(
     def read(files: list[str], **options) -> Dataset | IterableDataset:
         data_files = {"train": [glob.escape(os.path.abspath(file)) for file in files]}
         with reasons(name):
-            return datasets.load_dataset(kind, data_files=data_files, split="train", streaming=streaming, **options)
+            if kind == "json" and findings["times"]:  # in one piece, or those of a later chunk are cast from times to text
+                options.setdefault("chunksize", max(map(os.path.getsize, files)) + 1)
+            found = datasets.load_dataset(kind, data_files=data_files, split="train", streaming=streaming, **options)
+            # Arrow makes times of a column in which every text is a date; as Json it stays what it is.
+            if kind == "json" and found.features and (kept := _without_times(found.features)) != found.features:
+                options["features"] = Features(kept)
+                found = datasets.load_dataset(kind, data_files=data_files, split="train", streaming=streaming, **options)
+            return found
 
     if kind == "parquet":
         return read(_check_parquet(name, files)), []
@@ -103,7 +110,11 @@ def load_files(
             f"{name} has no rows" + (", only a header line" if kind == "csv" and os.path.getsize(files[0]) else "")
         )
     # By default pandas guesses the types of a CSV anew every 10000 lines, and '007' becomes '7' in a column of text.
-    options = {"chunksize": None} if kind == "csv" else {}
+    # A CSV has text only: 'None' and 'NA' are words, and 0 may be an answer.
+    options = {}
+    if kind == "csv":
+        features = Features({name: Value("string") for name in _named(_csv_columns(good[0]))})
+        options = {"chunksize": None, "features": features, "keep_default_na": False, "na_values": [""]}
     try:
         # `datasets` would round the numbers of a JSON list to ten decimals.
         rewrite = lines or any(_first_byte(file) == b"[" for file in good if kind == "json")
@@ -111,8 +122,16 @@ def load_files(
     except ValueError:  # rows that are fine, but whose types or columns differ from those that were read first
         file = _joined(files, kind, findings)
         if kind == "csv":
-            return read([file], chunksize=None, features=_csv_features(file)), lines
+            return read([file], **options), lines
         return read([file], chunksize=os.path.getsize(file) + 1), lines
+
+
+def _without_times(feature):
+    if isinstance(feature, dict):
+        return {name: _without_times(below) for name, below in feature.items()}
+    if isinstance(feature, datasets.List):
+        return datasets.List(_without_times(feature.feature))
+    return datasets.Json() if isinstance(feature, Value) and feature.dtype.startswith("timestamp") else feature
 
 
 def _check_parquet(name: str, files: list[str]) -> list[str]:
@@ -154,7 +173,7 @@ def _other_columns(file: str, columns, first: str, expected) -> str:
 
 def _cache_file(files: list[str], kind: str, suffix: str) -> Path:
     """A place in the cache of `datasets` that belongs to these files as long as their names and contents are the same."""
-    digest = xxhash.xxh3_128(f"1 {kind}".encode())  # 1: raise it when the checks change
+    digest = xxhash.xxh3_128(f"2 {kind}".encode())  # 2: raise it when the checks change
     for file in files:
         digest.update(f"{file} {os.path.getsize(file)} ".encode())
         with open(file, "rb") as stream:
@@ -177,7 +196,7 @@ def _written(path: Path):
 
 
 def _findings(files: list[str], kind: str) -> dict:
-    """`{"rows": {file: number of good rows}, "bad": [[file, where, reason], …]}`, kept in the cache."""
+    """`{"rows": {file: good rows}, "bad": [[file, where, reason], …], "times": any text like one}`, from the cache."""
     try:
         cached = _cache_file(files, kind, ".findings.json")
         if cached.is_file():
@@ -252,7 +271,7 @@ def _scan(files: list[str], kind: str) -> dict:
                     bad[file, where] = reason
                     rows[file] -= 1
     order = sorted(bad, key=lambda place: (files.index(place[0]), int(place[1].split()[1])))
-    return {"rows": rows, "bad": [[*place, bad[place]] for place in order]}
+    return {"rows": rows, "bad": [[*place, bad[place]] for place in order], "times": seen.times()}
 
 
 KIND_WORDS = {bool: "true or false", str: "text", list: "a list", dict: "an object", float: "a number"}
@@ -265,6 +284,7 @@ class _Seen:
         self.kinds, self.below = collections.Counter(), {}
         self.keys = None  # those of the first object
         self.free = False  # objects with differing keys, which `datasets` stores as they are
+        self.time = False  # a text that Arrow may take for a time
 
     @staticmethod
     def kind(value) -> type:
@@ -274,6 +294,8 @@ class _Seen:
         if value is None:
             return
         self.kinds[self.kind(value)] += 1
+        if isinstance(value, str):
+            self.time = self.time or (value[4:5] == "-" and value[:4].isdigit())
         if isinstance(value, dict) and not is_row:
             self.keys = set(value) if self.keys is None else self.keys
             self.free = self.free or self.keys != value.keys()
@@ -283,6 +305,9 @@ class _Seen:
 
     def is_mixed(self) -> bool:
         return len(self.kinds) > 1 or (not self.free and any(place.is_mixed() for place in self.below.values()))
+
+    def times(self) -> bool:
+        return self.time or any(place.times() for place in self.below.values())
 
     def deviation(self, value, label: str = "") -> str | None:
         """The first value that is not of the kind that most are, in words."""
@@ -372,12 +397,22 @@ def _checked(value, raw: bytes) -> tuple[dict | None, str | None]:
     if not isinstance(value, dict):
         found = "null" if value is None else KIND_WORDS[_Seen.kind(value)]
         return None, f'{found}, not an object such as {{"text": ...}}'
+    if _depth(value) > MAX_DEPTH:
+        return None, f"lists and objects in each other, more than {MAX_DEPTH} deep"
     if rb"\ud" in raw.lower():
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             return None, f"\\u{ord(error.object[error.start]):04x} is half of a character (a lone surrogate)"
     return value, None
+
+
+def _depth(value) -> int:
+    depth, level = 0, [value]
+    while level and depth <= MAX_DEPTH:
+        level = [item for part in level for item in (part.values() if isinstance(part, dict) else part)]
+        level, depth = [item for item in level if isinstance(item, dict | list)], depth + 1
+    return depth
 
 
 def unique_keys(pairs: list[tuple]) -> dict:
@@ -513,32 +548,12 @@ def number_in(text: str) -> float | None:
     return float(text) if re.fullmatch(r"\s*[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*", text, re.I | re.A) else None
 
 
-def _csv_features(file: str) -> Features:
-    """Types as pandas finds them in a whole file: numbers where every value is one, text elsewhere."""
-    types = {}
-    for _, row in plain_rows(file, "csv"):
-        for name, text in row.items():
-            missing, number = text in STR_NA_VALUES, number_in(text)
-            found = (
-                "float64"
-                if missing
-                else "string"
-                if number is None
-                else "int64"
-                if re.fullmatch(r"[+-]?\d{1,18}", text)
-                else "float64"
-            )
-            types[name] = max(types.get(name, "int64"), found, key=["int64", "float64", "string"].index)
-    return Features({name: Value(type_) for name, type_ in types.items()})
-
-
 def comparable(value, is_csv: bool):
     if isinstance(value, dict):
         content = {key: comparable(item, is_csv) for key, item in value.items()}
         return {key: item for key, item in content.items() if item is not None}
     if isinstance(value, list):
         return [comparable(item, is_csv) for item in value]
-    if is_csv and value is not None:  # a CSV has text only; pandas made numbers and nulls of it
-        text = str(value)
-        return None if text in STR_NA_VALUES else text if number_in(text) is None else number_in(text)
+    if is_csv:
+        return value or None
     return value

@@ -23,7 +23,18 @@ from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 from datasets.utils.metadata import MetadataConfigs
 from huggingface_hub import DatasetCard
 
-from row_files import KINDS, comparable, kind_of, load_files, one_line, plain_rows, reason_of, reasons, unique_keys
+from row_files import (
+    KINDS,
+    comparable,
+    kind_of,
+    load_files,
+    number_in,
+    one_line,
+    plain_rows,
+    reason_of,
+    reasons,
+    unique_keys,
+)
 
 
 @dataclass(frozen=True)
@@ -240,7 +251,7 @@ def _folder(name: str, path: Path) -> dict[str, list[str]]:
     base = path.resolve().as_posix()
 
     def resolve(pattern: str) -> list[str]:
-        every = resolve_pattern(pattern, base, allowed_extensions=list(KINDS))
+        every = resolve_pattern(pattern, glob.escape(base), allowed_extensions=list(KINDS))
         found = [str(path / os.path.relpath(file, base)) for file in every if kind_of(file)]
         if not found:
             raise FileNotFoundError(pattern)
@@ -256,6 +267,9 @@ def _folder(name: str, path: Path) -> dict[str, list[str]]:
         raise one_line(
             f"{name} holds the configurations {', '.join(configs)}: name the files of one, '{name}/{chosen}/*.parquet'"
         )
+    for file in path.rglob("*"):
+        if kind_of(file.name) and file.is_symlink() and not file.exists():
+            raise one_line(f"{file} is a link to {os.readlink(file)}, which does not exist: mend or remove it")
     try:
         every = resolve("**")
         # The README.md of a copied Hub data set says which files are which split.
@@ -340,6 +354,8 @@ def read_mixture(value: str) -> Mixture:
     stop = content.get("stop", "first_exhausted")
     if stop not in ("first_exhausted", "all_exhausted"):
         raise one_line(f"{where}: stop: {stop} is neither first_exhausted nor all_exhausted")
+    if "stop" in content and not any(weighed):
+        raise one_line(f"{where}: stop has no effect without weights: give every entry one, or drop it")
     return Mixture(lists["train"], lists["eval"], stop)
 
 
@@ -359,6 +375,7 @@ def _entry(where: str, entry) -> Source:
     values = {key: value for key, value in entry.items() if value is not None}
     for key, value in values.items():
         if key == "weight":
+            value = values[key] = number_in(value) if isinstance(value, str) else value  # YAML reads 1e-1 as text
             good, wanted = type(value) in (int, float) and 0 < value < math.inf, "a number above 0"
         elif key == "max_samples":
             good, wanted = type(value) is int and value >= 1, "a whole number of at least 1"

@@ -188,7 +188,10 @@ def prepare_tokenizer(model_args, training_args):
 def report_data(command: arguments.Command) -> None:
     """`--data_only`: the report on the data, for which neither the model nor its hardware is needed."""
     command.values.use_cpu, command.values.bf16, command.values.fp16 = True, False, False
+    command.values.tf32, command.values.torch_compile = None, False
     model_args, data_args, training_args = command.build()
+    checks.check_ranges(model_args, training_args)
+    checks.check_output(training_args)
     tokenizer, _ = prepare_tokenizer(model_args, training_args)
     with turns.main_first():
         prepared = data.prepare(data_args, training_args, tokenizer)

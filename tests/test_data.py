@@ -123,6 +123,7 @@ def test_eval_fraction(prepare, assets, tokenizer):
     both = Counter(texts(prepared.train, tokenizer)) + Counter(texts(prepared.evaluation, tokenizer))
     assert both == Counter(texts(prepare(assets["data"]).train, tokenizer))
     assert [rows.split for rows in prepared.report.rows] == ["train", "eval"]
+    assert len(prepare(assets["data"], eval_fraction=0.25, eval_strategy="epoch", max_eval_samples=5).evaluation) == 5
     again = prepare(assets["data"], eval_fraction=0.25, eval_strategy="epoch")
     assert again.fingerprint() == prepared.fingerprint() and again.report.cached
     assert prepare(assets["data"], eval_fraction=0.25, eval_strategy="epoch", seed=1).fingerprint() != prepared.fingerprint()
@@ -142,7 +143,7 @@ def mixture(tmp_path, weights, counts=(300, 100), stop="first_exhausted", more="
         write(tmp_path / f"{name}.jsonl", [chat_row(f"{name} {i}") for i in range(count)])
         lines += [f"  - name: {tmp_path / name}.jsonl"] + ([f"    weight: {weight}"] if weight else [])
     path = tmp_path / "mixture.yaml"
-    path.write_text("\n".join([*lines, f"stop: {stop}", more]))
+    path.write_text("\n".join([*lines, *([f"stop: {stop}"] if weights[0] else []), more]))
     return str(path)
 
 
@@ -161,6 +162,14 @@ def test_a_mixture_has_its_weights(prepare, tmp_path, tokenizer, stop):
         assert counts["a"] >= 300 and counts["b"] > 700
     assert names != sorted(names), "the sources are interleaved"
     assert prepare(dataset_mixture=mixture(tmp_path, (1, 3), stop=stop)).fingerprint() == prepared.fingerprint()
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_source_of_which_nothing_is_left_does_not_change_the_weights_in_silence(prepare, tmp_path, streaming):
+    path = mixture(tmp_path, (1, 3), (20, 20))
+    write(tmp_path / "b.jsonl", [chat_row("today " * 100)] * 20)
+    with pytest.raises(ValueError, match=r"b.jsonl .*no row"):
+        prepare(dataset_mixture=path, truncation="drop", max_length=40, streaming=streaming, max_steps=4)
 
 
 def test_a_mixture_without_weights_is_all_rows_in_order(prepare, tmp_path, tokenizer):
@@ -271,6 +280,14 @@ def test_rows_without_supervision_are_dropped_or_stop_the_run(prepare, tmp_path)
         (dict(splits="train,test"), "test is a split to evaluate on but --eval_strategy is no"),
         (dict(eval_strategy="epoch"), "needs rows to evaluate on: name a second split in --splits"),
         (dict(splits="train,dev", eval_strategy="epoch"), "has no split 'dev': it has train, test"),
+        (dict(splits="train,test", eval_strategy="epoch", eval_fraction=0.5), "two ways: drop one"),
+        (dict(max_eval_samples=2), "--max_eval_samples has no effect without rows to evaluate on"),
+        (dict(eval_packing=True), "--eval_packing has no effect without rows to evaluate on"),
+        (dict(control_tokens_in_text="keep"), "--control_tokens_in_text has no effect on chats"),
+        (dict(dataset_num_proc=0), "--dataset_num_proc 0 must be at least 1"),
+        (dict(packing=True, packing_strategy="wrapped"), "lets rows attend to each other"),
+        (dict(packing=True, packing_strategy="bfd_split", truncation="drop"), "--truncation drop has no effect with"),
+        (dict(packing=True, max_length=None), "--packing True needs --max_length"),
         (dict(max_samples=0), "--max_samples 0 must be at least 1"),
         (dict(max_unsupervised=2.0), "--max_unsupervised 2.0 must be a share between 0 and 1"),
         (dict(streaming=True), "--streaming True needs --max_steps"),
@@ -389,7 +406,7 @@ def test_a_stream_gives_the_rows_of_the_data(prepare, assets, tokenizer):
     )  # fmt: skip
     assert isinstance(prepared.train, IterableDataset) and len(prepared.evaluation) == 3
     assert list(prepared.train) == list(whole)
-    assert prepared.report.streamed == data.REPORT_ROWS
+    assert prepared.report.streamed is None, "all 64 rows were looked at"
     assert data_report.summary(prepared.report)["splits"]["train"]["kept"] == 64
     shuffled = list(prepare(assets["data"], streaming=True, max_steps=4).train)
     assert shuffled != list(whole) and sorted(map(str, shuffled)) == sorted(map(str, whole))
@@ -409,10 +426,18 @@ def test_a_bad_row_of_a_stream(prepare, tmp_path):
     rows = [chat_row(f"word {i}") for i in range(1500)]
     rows[1200] = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None}]}
     file = write(tmp_path / "a.jsonl", rows)
-    stream = prepare(file, streaming=True, max_steps=4, shuffle_buffer=1).train
+    prepared = prepare(file, streaming=True, max_steps=4, shuffle_buffer=1)
+    assert prepared.report.streamed == data.REPORT_ROWS
+    stream = prepared.train
     with pytest.raises(data.BadRow, match=f"{file} line 1201: .*--on_bad_row skip"):
         list(stream)
     assert len(list(prepare(file, streaming=True, max_steps=4, on_bad_row="skip").train)) == 1499
+
+
+def test_a_control_token_late_in_a_stream_of_text(prepare, tmp_path):
+    file = write(tmp_path / "a.jsonl", [{"text": "hello"}] * 1200 + [{"text": "hello <|im_end|> x"}])
+    with pytest.raises(data.BadRow, match="text rows hold control tokens"):
+        list(prepare(file, streaming=True, max_steps=4).train)
 
 
 def test_the_fingerprint_is_of_every_token_and_label_in_order():

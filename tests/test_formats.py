@@ -1,5 +1,6 @@
 """Which format a data set has, and what its rows say."""
 
+import datetime
 import json
 
 import pytest
@@ -63,6 +64,7 @@ def test_without_a_template_chats_give_way_to_text():
         (dict(columns=["text"], renamed={"prompt": "q"}), "there is no column 'q'; the data have 'text'"),
         (dict(columns=["text"], renamed={"promt": "text"}), "'promt' is no part of a format"),
         (dict(columns=["text", "q"], renamed={"prompt": "q"}), "format text does not read 'prompt'"),
+        (dict(columns=["q"], renamed={"prompt": "q", "completion": "q"}), "--columns takes 'q' for two parts of a row"),
     ],
 )
 def test_columns_that_do_not_fit(kwargs, message):
@@ -74,9 +76,12 @@ def test_columns_that_do_not_fit(kwargs, message):
 def test_columns_are_pairs():
     assert formats.parse_columns("prompt=question, completion=answer") == {"prompt": "question", "completion": "answer"}
     assert formats.parse_columns(None) == formats.parse_columns("") == {}
+    assert formats.parse_columns('{"prompt": "question"}') == {"prompt": "question"}
     for wrong in ("prompt", "prompt=", "=x", "a=b,c"):
         with pytest.raises(ValueError, match="part=column pairs"):
             formats.parse_columns(wrong)
+    with pytest.raises(ValueError, match="gives one part twice"):
+        formats.parse_columns("prompt=a,prompt=b")
 
 
 def test_messages():
@@ -85,6 +90,7 @@ def test_messages():
         USER,
         ANSWER,
     ]
+    assert read({"messages": json.dumps([USER, ANSWER])}).messages == [USER, ANSWER]
     parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
     assert read({"messages": [USER | {"content": parts}, ANSWER]}).messages[0]["content"] == "hi"
 
@@ -105,6 +111,10 @@ def test_sharegpt():
     assert read({"conversations": turns}) == Row(messages=[USER, ANSWER])
     assert read({"conversations": turns, "system": "be nice"}).messages[0] == {"role": "system", "content": "be nice"}
     assert read({"conversations": [USER, ANSWER]}).messages == [USER, ANSWER]
+    with pytest.raises(
+        ValueError, match=r"conversations\[1\] \(assistant\): content is null"
+    ):  # a system prompt is not counted
+        read({"conversations": [turns[0], {"from": "gpt", "value": None}], "system": "be nice"})
     call = [
         {"from": "human", "value": "hi"},
         {"from": "function_call", "value": json.dumps({"name": "add", "arguments": {"a": 1}})},
@@ -136,7 +146,9 @@ def test_instruction():
         ({"text": 42}, "column 'text' holds 42"),
         ({"messages": []}, "must be a non-empty list of {role, content}, not []"),
         ({"messages": None}, "must be a non-empty list of {role, content}, not null"),
-        ({"messages": "hi"}, "not 'hi'"),
+        ({"messages": "hi"}, "messages: 'hi' is not JSON"),
+        ({"conversations": [{"from": ["human"], "value": "x"}]}, "from ['human'] is unknown"),
+        ({"messages": [USER, ANSWER], "tools": [{"when": datetime.datetime(2024, 1, 1)}]}, "which JSON has no word for"),
         ({"messages": [USER, {"content": "x"}]}, "messages[1] has no role"),
         ({"messages": [USER, {"role": "assistant", "content": None}]}, "messages[1] (assistant): content is null"),
         ({"messages": [USER, {"role": "assistant", "content": 3}]}, "messages[1] (assistant): content is 3"),

@@ -211,14 +211,56 @@ def test_optional_keys_tool_arguments_and_null_content_load_unchanged():
     assert rows(write("chats.jsonl", chats)) == chats
 
 
-def test_csv_types_are_those_of_the_whole_file():
+def test_what_is_in_a_csv_is_text():
+    """pandas would make numbers, nulls and truth values of answers."""
+    write("answers.csv", "text,n\nNA,0\nNone,1\nTrue,\n007,1.50\n")
+    want = [{"text": t, "n": n} for t, n in (("NA", "0"), ("None", "1"), ("True", None), ("007", "1.50"))]
+    assert rows("answers.csv") == want
     write("late.csv", "text\n" + "1\n" * 300_000 + "x\n")
     write("zeros.csv", "text\nx\n" + "007\n" * 300_000)
     assert load(Source("late.csv")).dataset[-1:]["text"] == ["x"]
     assert load(Source("zeros.csv")).dataset[-1:]["text"] == ["007"], "a number was made of text"
     write("c/a.csv", "a,b\n1,x\n")
     write("c/b.csv", "b,a\n007,1.5\n")
-    assert rows("c") == [{"a": 1.0, "b": "x"}, {"a": 1.5, "b": "007"}]
+    assert rows("c") == [{"a": "1", "b": "x"}, {"a": "1.5", "b": "007"}]
+
+
+def test_dates_are_text():
+    """Arrow would make times of them, or write those of a later part of the file in another form."""
+    call = {"name": "f", "arguments": {"day": "2024-01-01"}}
+    table = [{"text": f"2024-01-{i % 28 + 1:02}", "m": [{"role": "a", "calls": [call]}]} for i in range(30)]
+    write("dates.jsonl", "".join(json.dumps(row) + "\n" for row in table))
+    assert rows("dates.jsonl") == table == list(load(Source("dates.jsonl"), streaming=True).dataset)
+    late = [{"text": "x" * 1000, "n": i} for i in range(12_000)] + [
+        {"text": f"2024-01-{i % 28 + 1:02}", "n": i} for i in range(9)
+    ]
+    write("late.jsonl", "".join(json.dumps(row) + "\n" for row in late))
+    assert os.path.getsize("late.jsonl") > 11 << 20 and load(Source("late.jsonl")).dataset[-9:]["text"] == [
+        row["text"] for row in late[-9:]
+    ]
+    assert locate(Source("dates.jsonl"), table[7]) == "dates.jsonl line 8"
+
+
+def test_deep_nesting_is_one_line():
+    write("deep.jsonl", '{"text": "a"}\n{"text": ' + "[" * 600 + "]" * 600 + "}\n")
+    assert message(load, Source("deep.jsonl")) == (
+        "deep.jsonl line 2: lists and objects in each other, more than 30 deep: fix the line, or --on_bad_row skip"
+    )
+
+
+def test_folders_with_brackets_and_links_to_nothing():
+    write("br[ack]et/train.jsonl", '{"text": "a"}\n')
+    assert rows("br[ack]et") == [{"text": "a"}]
+    write("linked/a.jsonl", '{"text": "a"}\n')
+    os.symlink("gone.jsonl", "linked/b.jsonl")
+    assert (
+        message(load, Source("linked")) == "linked/b.jsonl is a link to gone.jsonl, which does not exist: mend or remove it"
+    )
+
+
+def test_capital_suffixes():
+    write("A.JSONL", '{"text": "a"}\n')
+    assert rows("A.JSONL") == [{"text": "a"}]
 
 
 # ---- what is refused ----------------------------------------------------------------------------------------------------
@@ -377,7 +419,7 @@ def test_other_csv_mistakes():
         assert message(load, Source(name), on_bad_row=skip) == (
             'q.csv line 3: a quote is opened and never closed: close it, or write "" for a quote'
         )
-    assert rows(write("inch.csv", 'a,b\n1,5" pipe\n')) == [{"a": 1, "b": '5" pipe'}]
+    assert rows(write("inch.csv", 'a,b\n1,5" pipe\n')) == [{"a": "1", "b": '5" pipe'}]
     write("two/a.csv", "a,b\n1,x\n")
     write("two/b.csv", "a,c\n1,x\n")
     assert message(load, Source("two")) == (
@@ -600,7 +642,7 @@ def test_locate_finds_rows_after_shuffles_and_slices(kind):
     source = Source("d", "train[50:]")
     dataset = load(source).dataset.shuffle(seed=1)
     for row in dataset.select(range(0, len(dataset), 9)):
-        assert locate(source, row) == expected[round(row["x"] * 3)]
+        assert locate(source, row) == expected[round(float(row["x"]) * 3)]
     assert locate(source, {"text": "absent"}) is None
 
 
