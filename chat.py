@@ -47,6 +47,8 @@ class Template:
     ends_every_turn: bool  # or only the last
     takes_system: bool  # False: it refuses a system message, or leaves it out
     takes_tools: bool
+    calls_as_text: bool = False  # it wants a tool call's arguments as JSON, and cannot write them from an object
+    markers: frozenset[str] = frozenset()  # added tokens that it writes around messages
 
 
 def prepare_tokenizer(
@@ -133,6 +135,16 @@ def _try(tokenizer, *contents: str, **options) -> str | None:
         return None
 
 
+def _try_call(tokenizer, arguments) -> str:
+    """A chat with a tool call, rendered, or "" if the template refuses it."""
+    call = {"type": "function", "id": "abcdefgh1", "function": {"name": _NEXT, "arguments": arguments}}
+    messages = [{"role": "user", "content": _USER}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False)
+    except Exception:
+        return ""
+
+
 def inspect(tokenizer: PreTrainedTokenizerBase) -> Template:
     """Find out what a tokenizer's chat template does.
 
@@ -167,7 +179,14 @@ def inspect(tokenizer: PreTrainedTokenizerBase) -> Template:
         return found and found.group()
 
     turn_end = token_after(chat)
+    if not header and turn_end not in (None, tokenizer.eos_token) and any_added.findall(before_answer)[-1:] == [turn_end]:
+        raise ValueError(
+            f"the chat template writes {turn_end!r}, which begins an answer, at the end of every chat: it should only if "
+            "add_generation_prompt is true; correct it and give it as a .jinja file"
+        )
     with_system = _try(tokenizer, _SYSTEM, _USER, _ANSWER)
+    object_written, text_written = (_try_call(tokenizer, arguments) for arguments in ({"q": "a"}, '{"q": "a"}'))
+    asked = _try(tokenizer, _SYSTEM, _USER) or _try(tokenizer, _USER) or ""
     tool = {
         "type": "function",
         "function": {"name": _NEXT, "description": "", "parameters": {"type": "object", "properties": {}}},
@@ -179,6 +198,8 @@ def inspect(tokenizer: PreTrainedTokenizerBase) -> Template:
         ends_every_turn=turn_end is not None and token_after(_try(tokenizer, _USER, _ANSWER, _NEXT)) == turn_end,
         takes_system=with_system is not None and _SYSTEM in with_system,
         takes_tools=with_tools is not None and _NEXT in with_tools,
+        calls_as_text='"q"' not in object_written and '"q"' in text_written,
+        markers=frozenset(token for token in any_added.findall(asked + header + (turn_end or "")) if token.strip(" \n\t▁")),
     )
 
 
@@ -196,9 +217,8 @@ def end_answers_with_eos(tokenizer: PreTrainedTokenizerBase) -> None:
         )
     if turn_end in (None, eos):
         return
-    before = _try(tokenizer, _USER, _ANSWER)
     tokenizer.eos_token = turn_end
-    if eos is not None and _try(tokenizer, _USER, _ANSWER) != before:  # the template writes the old EOS somewhere else
+    if eos is not None and re.search(r"\beos_token\b", tokenizer.chat_template):  # it writes the old EOS somewhere else
         tokenizer.chat_template = "{% set eos_token = " + repr(eos) + " %}" + tokenizer.chat_template
 
 

@@ -198,8 +198,9 @@ class Preparation:
         cache.mkdir(parents=True, exist_ok=True)
         stop = self.data_args.on_bad_row == "error"
         cached = any(cache.glob(f"{fingerprint}*.arrow"))
-        try:
-            tokens = rows.map(
+
+        def tokens_of(rows: Dataset) -> Dataset:
+            return rows.map(
                 self.encode_batch,
                 batched=True,
                 with_indices=True,
@@ -211,6 +212,9 @@ class Preparation:
                 new_fingerprint=fingerprint,
                 desc=f"Tokenizing {source.name}",
             )
+
+        try:
+            tokens = anew_if_damaged(lambda: tokens_of(rows), cache, fingerprint)
         except BadRow as error:
             self.refuse(source, rows, *error.args)
         part = Part(source, role, format, tokens, skipped, cached)
@@ -240,8 +244,8 @@ class Preparation:
         options += [self.tokenizer.chat_template, self.tokenizer.special_tokens_map]
         digest = hashlib.sha256(json.dumps([rows._fingerprint, *options], default=str).encode())
         digest.update(encoder.backend.to_str().encode())
-        for module in (formats, encoding, encoding.chat):
-            digest.update(Path(module.__file__).read_bytes())
+        for file in (formats.__file__, encoding.__file__, encoding.chat.__file__, __file__):
+            digest.update(Path(file).read_bytes())
         return digest.hexdigest()[:32]
 
     def check_text(self) -> None:
@@ -275,14 +279,7 @@ class Preparation:
     def mix(self, tokens: list[Dataset], found: list[sources.Source], stop: str) -> Dataset:
         """One data set of several: by weight if they have any, else one after the other."""
         joined = concatenate_datasets(tokens)
-        if len(tokens) == 1 or found[0].weight is None:
-            return joined
-        for source, part in zip(found, tokens, strict=True):
-            if len(part) == 0 < len(joined):
-                raise ValueError(
-                    f"{source.name} has a weight in the mixture and no row that can be trained on: drop the entry"
-                )
-        if not len(joined):
+        if len(tokens) == 1 or found[0].weight is None or not all(map(len, tokens)):  # the gates refuse an empty one
             return joined
         total = sum(source.weight for source in found)
         edges = np.cumsum([0, *map(len, tokens)])
@@ -306,7 +303,9 @@ class Preparation:
             "new_fingerprint": key,
             "desc": "Packing",
         }
-        return pack_dataset(tokens, args.max_length, args.packing_strategy, options)
+        return anew_if_damaged(
+            lambda: pack_dataset(tokens, args.max_length, args.packing_strategy, options), where.parent, key
+        )
 
     def packing_facts(self, tokens: Dataset, packed: Dataset) -> dict | None:
         """What packing does; of the first rows, what it would do, if it is off."""
@@ -377,6 +376,19 @@ class Preparation:
         return facts | {"chat template": f"{len(tokenizer.chat_template)} characters; {end}{system}"}
 
 
+def anew_if_damaged(make: Callable[[], Dataset], folder: Path, fingerprint: str) -> Dataset:
+    """What `make` returns, made anew where its cache files were cut short (a full disk, a machine that went down)."""
+    try:
+        return make()
+    except (pa.ArrowInvalid, OSError):
+        damaged = list(folder.glob(f"{fingerprint}*.arrow"))
+        if not damaged:
+            raise
+        for file in damaged:
+            file.unlink()
+        return make()
+
+
 def _lengths(tokens: Dataset) -> np.ndarray:
     """Tokens of each row, without reading them."""
     if tokens._indices is not None:
@@ -441,13 +453,16 @@ def check_choices(data_args, training_args) -> None:
         raise ValueError(
             "--packing_strategy wrapped lets rows attend to each other and cuts them anywhere: use bfd or bfd_split"
         )
-    if training_args.packing and training_args.packing_strategy == "bfd_split" and data_args.truncation != "right":
-        raise ValueError(
-            f"--truncation {data_args.truncation} has no effect with --packing_strategy bfd_split, which cuts long rows "
-            "into pieces: drop one"
-        )
     if training_args.max_length is None and (training_args.packing or training_args.eval_packing):
         raise ValueError("--packing True needs --max_length, the tokens of a packed row")
+    if training_args.packing and training_args.packing_strategy == "bfd_split":
+        if data_args.truncation != "right":
+            raise ValueError(
+                f"--truncation {data_args.truncation} has no effect with --packing_strategy bfd_split, which packs long "
+                "rows in pieces: use bfd, or drop it"
+            )
+        if training_args.eval_packing is False:
+            raise ValueError("--eval_packing False with --packing_strategy bfd_split would leave long rows whole: use bfd")
     if not data_args.streaming:
         return
     if training_args.max_steps < 1 and not data_args.data_only:

@@ -280,6 +280,12 @@ def gates(report: Report, max_unsupervised: float) -> None:
             raise ValueError(f"{where} has no row: check --splits and its files{first}")
         if not count["kept"]:
             raise ValueError(f"{where} has no row left: {_reasons(left_out + unsupervised, count['rows'])}")
+        for row in rows:
+            if not _number(row.kept) and len(rows) > 1:
+                raise ValueError(
+                    f"no row of {row.source} is left in {where}, {len(row.kept):,} are bad, dropped or unsupervised: "
+                    "correct it, or take it out of the mixture"
+                )
         if lost / usable > max_unsupervised:
             raise ValueError(
                 f"{where} has nothing supervised in {lost:,} of {usable:,} rows ({_percent(lost, usable)}), more than "

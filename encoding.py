@@ -10,6 +10,7 @@ from the data never becomes a control token: where it looks like one, the row is
 
 import bisect
 import itertools
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ import chat
 import formats
 
 IGNORE_INDEX = -100
+ROLES = {"system", "developer", "user", "assistant", "tool", "function", "ipython", "observation"}
 LOSS_ON = ("assistant", "completion", "all")
 TRUNCATION = ("right", "left", "drop", "error")
 CONTROL_TOKENS = ("keep", "escape")
@@ -33,6 +35,7 @@ _MARKS, _STAND_INS = range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE)
 _MARK = re.compile("[\U000f0000-\U000ffffd]")
 _STAND_IN = re.compile("[\U00100000-\U0010fffd]")
 _PRIVATE = re.compile("[\U000f0000-\U0010fffd]")
+_WRITTEN_OUT = re.compile(r"\\U0010[0-9a-f]{4}|\\udb[c-f][0-9a-f]\\ud[c-f]", re.IGNORECASE)  # stand-ins, as repr and JSON do
 
 
 # Keys of a message that Transformers passes on as they are; reasoning is copied to keys of several names.
@@ -105,17 +108,21 @@ class Encoder:
         self.add_special_tokens, self.append_concat_token = add_special_tokens, append_concat_token
         self.max_length, self.truncation = max_length, truncation
         self.template = chat.inspect(tokenizer) if tokenizer.chat_template is not None else None
-        self.backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-        self.backend.no_truncation()  # a published tokenizer.json may have either switched on
-        self.backend.no_padding()
+        self.backend = tokenizer.backend_tokenizer
         added = tokenizer.added_tokens_decoder
         special = {id for id, token in added.items() if token.special} | set(tokenizer.all_special_ids)
+        # Some published tokenizers do not call the tokens special that begin their turns (DeepSeek's, Command R's).
+        special |= {id for id, token in added.items() if self.template and token.content in self.template.markers}
         self.special = {id: added[id] if id in added else AddedToken(tokenizer.convert_ids_to_tokens(id)) for id in special}
         words = sorted((token.content for token in self.special.values()), key=len, reverse=True)
         self.control = re.compile("|".join(map(re.escape, words)) or "(?!)")
         self.number = {token.content: number for number, token in enumerate(self.special.values())}
         self._apart, self._blank = None, {}
         self._fixed = {"documents": None, "add_generation_prompt": False, **tokenizer.special_tokens_map}
+        self.control_ids = list(self.special.keys() - {tokenizer.unk_token_id})  # which stands for text it cannot write
+        self.inner = {word.strip("<|>[]/") for word in self.number} - ROLES
+        # A normaliser may make a control token of text that is none (a full-width one under NFKC).
+        self.normalizes = any(token.normalized for token in self.special.values())
 
     # ---- One row, or many ----
 
@@ -130,12 +137,14 @@ class Encoder:
                 raise
             except ValueError as error:
                 results[index] = error
+        self.backend.no_truncation()  # a published tokenizer.json may have either switched on
+        self.backend.no_padding()
         for add in (False, True):  # whether the tokenizer adds its BOS and EOS
             plain = [(i, text, facts) for i, text, facts in rendered if not text.stand_ins and facts["add"] is add]
             encodings = self.backend.encode_batch([text.text for _, text, _ in plain], add_special_tokens=add)
             for (index, text, facts), encoding in zip(plain, encodings, strict=True):
                 supervised = self._supervised(encoding, text)
-                if supervised is None:
+                if supervised is None or (self.normalizes and not self._has_its_own(encoding, text.text)):
                     results[index] = self._try_apart(text, facts)
                 else:
                     results[index] = self._finish(np.array(encoding.ids, dtype=np.int32), supervised, text, facts)
@@ -191,6 +200,8 @@ class Encoder:
             messages, tools = (_replace(value, self.control, self._stand_in) for value in (messages, tools))
         if tools and not self.template.takes_tools:
             raise ValueError("it has tools, which the chat template leaves out: use a template that writes them")
+        if self.template.calls_as_text:
+            messages = [_with_arguments_as_text(m) if "tool_calls" in m else m for m in messages]
         return self._render_chat(messages, tools, prompt, facts), facts
 
     def _stand_in(self, found: re.Match) -> str:
@@ -216,10 +227,12 @@ class Encoder:
             )
         if found and self.control_tokens == "escape":
             facts["escaped"] = True
-            pieces, bounds = [], []
+            pieces, bounds, border = [], [], row.prompt
             if _PRIVATE.search(text):
                 raise ValueError("it holds characters of Unicode's private planes 15 and 16, which are needed here as marks")
-            for piece in (text[: row.prompt], text[row.prompt :]) if completion else (text,):
+            for match in self.control.finditer(text) if completion else ():  # one across the border is the completion's
+                border = match.start() if match.start() < row.prompt < match.end() else border
+            for piece in (text[:border], text[border:]) if completion else (text,):
                 pieces.append(self.control.sub(self._stand_in, piece))
                 bounds.append(sum(map(len, pieces)))
             return _Rendered("".join(pieces), [tuple(bounds)] if completion else None, stand_ins=True)
@@ -243,6 +256,10 @@ class Encoder:
     def _render_chat(self, messages: list[dict], tools: list | None, prompt: int | None, facts: dict) -> _Rendered:
         text = self._apply_template(messages, tools)
         whole = _Rendered(text, None, stand_ins=facts["escaped"])
+        if role := next((m["role"] for m in messages if m["role"] in self.inner), None):
+            raise ValueError(f"its role {role!r} is the name of a control token, which a template may make of it")
+        if facts["escaped"] and _WRITTEN_OUT.search(text):
+            raise ValueError("it holds control tokens where the chat template writes text as code (repr), not as it is")
         if 2 * len(messages) > len(_MARKS):
             raise ValueError(f"it has {len(messages)} messages; at most {len(_MARKS) // 2} can be told apart")
         for only_answers in (False, True):  # a template may look at how a user's turn begins (Qwen's tool responses)
@@ -254,7 +271,7 @@ class Encoder:
             if _MARK.sub("", with_marks) == text:
                 break
         else:
-            if self.loss_on == "all":
+            if self.loss_on == "all" and all(message.get("weight", 1) for message in messages):
                 return whole
             raise ValueError("the chat template changes with what a message holds, so its answers cannot be found in it")
         places: dict[int, list[int]] = {}  # of the marks of each message, in the text without them
@@ -267,8 +284,18 @@ class Encoder:
             written = message["content"].strip() or message.get("tool_calls")
             if written and index not in places and not (only_answers and message["role"] != "assistant"):
                 raise ValueError(f"the chat template leaves out message {index} (role {message['role']!r})")
+            begin, end = chr(_MARKS[2 * index]), chr(_MARKS[2 * index + 1])
+            names = [f"{begin}{call['function']['name'].strip()}{end}" for call in message.get("tool_calls", ())]
+            if any(with_marks.count(name) < names.count(name) for name in names):
+                raise ValueError(f"the chat template leaves out the tool calls of message {index}: use one that writes them")
         if self.loss_on == "all":
-            return whole
+            if all(message.get("weight", 1) for message in messages):
+                return whole
+            left_out = [message | {"weight": not message.get("weight", 1)} for message in messages]
+            left_out = self._answers(left_out, text, places, begun, None)
+            edges = [0, *(edge for span in left_out for edge in span), len(text)]
+            spans = [(low, high) for low, high in zip(edges[::2], edges[1::2], strict=True) if low < high]
+            return _Rendered(text, spans, tuple(low for low, _ in left_out if low), stand_ins=facts["escaped"])
         spans = self._answers(messages, text, places, begun, prompt)
         bounds = tuple(start for start, _ in spans if self.template.header and text.endswith(self.template.header, 0, start))
         return _Rendered(text, spans, bounds, stand_ins=facts["escaped"])
@@ -285,6 +312,9 @@ class Encoder:
             if message["role"] != "assistant" or index < first or message.get("weight", 1) == 0 or index not in places:
                 continue
             low, high = min(places[index]), max(places[index])
+            inside = sum(low < place < high for found in places.values() for place in found)
+            if inside != sum(low < place < high for place in places[index]):
+                raise ValueError(f"the chat template writes message {index} in several places")
             before = bisect.bisect_left(edges, low)
             after = bisect.bisect_right(edges, high)
             lower = edges[before - 1] if before else 0
@@ -315,7 +345,7 @@ class Encoder:
         except ValueError as error:
             return error
 
-    def _encode_apart(self, rendered: _Rendered, facts: dict) -> Encoded | ValueError:
+    def _encode_apart(self, rendered: _Rendered, facts: dict, breaks: bool = False) -> Encoded | ValueError:
         """Encode with the template's control tokens and the data's look-alikes kept apart, and a break at each bound.
 
         The control tokens become one character each, which a copy of the tokenizer knows as tokens; that copy reads all
@@ -328,7 +358,7 @@ class Encoder:
         words = {chr(_STAND_INS[number]): word for word, number in self.number.items()}
         if rendered.stand_ins:
             edits += [(m.start(), m.end(), words[m.group()]) for m in _STAND_IN.finditer(rendered.text)]
-        edits += [(bound, bound, chr(_MARKS[-1])) for bound in rendered.bounds]
+        edits += [(bound, bound, chr(_MARKS[-1])) for bound in rendered.bounds if breaks]
         edits.sort()
         text, places, at = [], [(0, 0)], 0  # (old place, new place) after each edit
         size = 0
@@ -345,19 +375,25 @@ class Encoder:
             return new + place - old
 
         spans = rendered.spans and [(moved(low), moved(high)) for low, high in rendered.spans]
-        rendered = _Rendered(text, spans)
         encoding = backend.encode(text, add_special_tokens=facts["add"])
         ids, offsets = _ids_and_offsets(encoding)
+        # A break makes some tokenizers put a space after it, so there is none unless a token reaches over a bound.
+        bounds = () if breaks else map(moved, rendered.bounds)
+        if any(((offsets[:, 0] < bound) & (offsets[:, 1] > bound)).any() for bound in bounds):
+            return self._encode_apart(rendered, facts, breaks=True)
         aliased = np.isin(ids, list(real_ids))
         begins_or_ends = offsets[:, 0] == offsets[:, 1]  # what the tokenizer adds itself
-        if (np.isin(ids, list(self.special)) & ~aliased & ~begins_or_ends).any():
+        if (np.isin(ids, self.control_ids) & ~aliased & ~begins_or_ends).any():
             raise ValueError("it holds text that looks like a control token, and this tokenizer cannot write that as text")
         keep = ids != break_id
         ids = np.array([real_ids.get(id, id) for id in ids.tolist()], dtype=np.int32)
-        return self._finish(ids[keep], _overlapping(offsets, spans)[keep], rendered, facts)
+        return self._finish(ids[keep], _overlapping(offsets, spans)[keep], _Rendered(text, spans), facts)
 
     def _tokenizer_apart(self) -> tuple[Tokenizer, dict[int, int], int]:
-        backend = Tokenizer.from_str(self.backend.to_str())
+        state = json.loads(self.backend.to_str())
+        for token in state["added_tokens"]:
+            token["special"] = token["special"] or token["id"] in self.special  # those that are, can be read as text
+        backend = Tokenizer.from_str(json.dumps(state))
         tokens = {
             id: AddedToken(
                 chr(_MARKS[self.number[token.content]]), lstrip=token.lstrip, rstrip=token.rstrip, normalized=False
@@ -386,6 +422,11 @@ class Encoder:
                 return None
             supervised[first : last + 1] = True
         return supervised
+
+    def _has_its_own(self, encoding: Encoding, text: str) -> bool:
+        """Whether a row has as many control tokens as its text has, beside those the tokenizer adds itself."""
+        made = int(np.isin(encoding.ids, self.control_ids).sum())
+        return made == len(self.control.findall(text)) + sum(encoding.special_tokens_mask)
 
     def _is_plain(self, text: str, low: int, high: int) -> bool:
         """Whether the tokens at the ends of an answer can be asked for by character, which is faster than by all offsets.
@@ -432,11 +473,13 @@ class Encoder:
         )
 
     def _ends_with_eos(self, ids: np.ndarray) -> bool:
-        for token in ids[-4:][::-1].tolist():  # a template may write white space after the token that ends a turn
+        for token in ids[-4:][
+            ::-1
+        ].tolist():  # a template may write white space or another token after the one that ends a turn
             if token == self.tokenizer.eos_token_id:
                 return True
             if token not in self._blank:
-                self._blank[token] = not self.tokenizer.decode([token]).strip()
+                self._blank[token] = not self.tokenizer.decode([token], skip_special_tokens=True).strip()
             if not self._blank[token]:
                 return False
         return False
@@ -466,7 +509,7 @@ def _strings(value) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list | tuple):
-        for item in value.values() if isinstance(value, dict) else value:
+        for item in (*value, *value.values()) if isinstance(value, dict) else value:
             yield from _strings(item)
 
 
@@ -474,8 +517,15 @@ def _replace(value, pattern: re.Pattern, replacement):
     if isinstance(value, str):
         return pattern.sub(replacement, value)
     if isinstance(value, dict):
-        return {key: _replace(item, pattern, replacement) for key, item in value.items()}
+        return {_replace(key, pattern, replacement): _replace(item, pattern, replacement) for key, item in value.items()}
     return [_replace(item, pattern, replacement) for item in value] if isinstance(value, list) else value
+
+
+def _with_arguments_as_text(message: dict) -> dict:
+    functions = [call["function"] for call in message["tool_calls"]]
+    texts = [json.dumps(function["arguments"], ensure_ascii=False) for function in functions]
+    calls = zip(message["tool_calls"], functions, texts, strict=True)
+    return message | {"tool_calls": [call | {"function": made | {"arguments": text}} for call, made, text in calls]}
 
 
 def _mark(message: dict, before: str, after: str) -> dict:

@@ -234,6 +234,7 @@ def _sharegpt(turns, column: str) -> list[dict]:
             messages.append({"role": "assistant", "tool_calls": call if isinstance(call, list) else [call]})
         else:
             messages.append({"role": role, "content": turn.get("value")})
+        messages[-1]["weight"] = turn.get("weight")
     return messages
 
 

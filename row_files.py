@@ -34,6 +34,7 @@ import pyarrow.parquet as pq
 import xxhash
 from datasets import Dataset, Features, IterableDataset, Value
 
+SMALL_PART = 2 << 20  # bytes of a JSON file that are parsed at once
 MAX_DEPTH = 30  # of lists and objects in each other; Arrow reads no more than about 60
 KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 
@@ -83,8 +84,8 @@ def load_files(
     def read(files: list[str], **options) -> Dataset | IterableDataset:
         data_files = {"train": [glob.escape(os.path.abspath(file)) for file in files]}
         with reasons(name):
-            if kind == "json" and findings["times"]:  # in one piece, or those of a later chunk are cast from times to text
-                options.setdefault("chunksize", max(map(os.path.getsize, files)) + 1)
+            if kind == "json" and findings["times"]:  # in one piece, or those of a later part are cast from times to text
+                options["chunksize"] = max(map(os.path.getsize, files)) + 1
             found = datasets.load_dataset(kind, data_files=data_files, split="train", streaming=streaming, **options)
             # Arrow makes times of a column in which every text is a date; as Json it stays what it is.
             if kind == "json" and found.features and (kept := _without_times(found.features)) != found.features:
@@ -112,12 +113,15 @@ def load_files(
     # By default pandas guesses the types of a CSV anew every 10000 lines, and '007' becomes '7' in a column of text.
     # A CSV has text only: 'None' and 'NA' are words, and 0 may be an answer.
     options = {}
+    if kind == "json" and not streaming:  # parsing takes a dozen times the memory of what is parsed at once
+        options = {"chunksize": SMALL_PART}
     if kind == "csv":
         features = Features({name: Value("string") for name in _named(_csv_columns(good[0]))})
         options = {"chunksize": None, "features": features, "keep_default_na": False, "na_values": [""]}
     try:
         # `datasets` would round the numbers of a JSON list to ten decimals.
         rewrite = lines or any(_first_byte(file) == b"[" for file in good if kind == "json")
+        rewrite = rewrite or (findings["times"] and any(file.endswith(".gz") for file in good))  # to know its size
         return read([_joined(files, kind, findings)] if rewrite else good, **options), lines
     except ValueError:  # rows that are fine, but whose types or columns differ from those that were read first
         file = _joined(files, kind, findings)
