@@ -39,6 +39,7 @@ _WRITTEN_OUT = re.compile(r"\\U0010[0-9a-f]{4}|\\udb[c-f][0-9a-f]\\ud[c-f]", re.
 
 
 # Keys of a message that Transformers passes on as they are; reasoning is copied to keys of several names.
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _PLAIN_KEYS = {"role", "content", "tool_calls", "tool_call_id", "name", "weight"}
 
 
@@ -288,6 +289,11 @@ class Encoder:
             names = [f"{begin}{call['function']['name'].strip()}{end}" for call in message.get("tool_calls", ())]
             if any(with_marks.count(name) < names.count(name) for name in names):
                 raise ValueError(f"the chat template leaves out the tool calls of message {index}: use one that writes them")
+        thought = next((messages[-1][key] for key in _REASONING_KEYS if messages[-1].get(key)), None)
+        if isinstance(thought, str) and thought.strip() not in text:  # of earlier turns it is left out on purpose
+            raise ValueError(
+                f"the chat template leaves out the reasoning of message {len(messages) - 1}: use one that writes it"
+            )
         if self.loss_on == "all":
             if all(message.get("weight", 1) for message in messages):
                 return whole

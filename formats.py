@@ -201,6 +201,8 @@ def _prompt_completion(values: dict, format: Format, has_template: bool) -> Row:
     if isinstance(prompt, str) and isinstance(completion, str):
         if not completion:
             raise ValueError("the completion is empty")
+        if values.get("tools"):
+            raise ValueError("tools go with a prompt that is a list of {role, content}, and this one is text")
         return Row(text=prompt + completion, prompt=len(prompt))
     if not (isinstance(prompt, list) and isinstance(completion, list)):
         raise ValueError(

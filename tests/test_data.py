@@ -101,6 +101,20 @@ def test_whatever_decides_the_tokens_is_in_the_fingerprint(prepare, assets, chan
     assert prepare(assets["data"]).report.cached
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_cache_that_was_cut_short_is_made_anew(prepare, assets, tmp_path, packing):
+    first = prepare(assets["data"], packing=packing, max_length=64)
+    rows, fingerprint = first.train.to_dict(), first.fingerprint()
+    files = list((tmp_path / "cache" / "tokenized").glob("*.arrow"))
+    assert len(files) == 1 + packing
+    for file in files:
+        half = file.read_bytes()[: file.stat().st_size // 2]
+        file.unlink()  # the first data set has it mapped
+        file.write_bytes(half)
+    again = prepare(assets["data"], packing=packing, max_length=64)
+    assert again.fingerprint() == fingerprint and again.train.to_dict() == rows
+
+
 def test_a_file_that_changed_is_tokenised_again(prepare, tmp_path, tokenizer):
     file = write(tmp_path / "a.jsonl", [chat_row("hello"), chat_row("today")])
     assert "hello" in texts(prepare(file).train, tokenizer)[0]

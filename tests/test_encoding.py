@@ -5,6 +5,10 @@ import re
 
 import numpy as np
 import pytest
+import tokenizers
+import tokenizers.trainers
+from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerFast
 
 import chat
 import encoding
@@ -409,3 +413,148 @@ def test_unusual_texts_survive(tokenizer):
     for text in ("ünï çødé 漢字 🙂", "a\r\nb\tc", "x" * 20_000, " lead and trail \n", "\u200b", "0" * 300, "ﬁ ½ é"):
         row = encoder.one(Row(messages=[USER, ANSWER | {"content": text}]))
         assert supervised(encoder, row) == [text + "<|im_end|>"]
+
+
+# ---- What templates do that hides or forges something ----
+
+CALL = {"type": "function", "function": {"name": "get", "arguments": {"a": "x"}}}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "get", "description": "d", "parameters": {"properties": {"a": {"type": "string"}}}},
+    }
+]
+WITH_CALLS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ '<call>' + c.function.name }} ARGUMENTS </call>{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def calling(arguments, content="") -> Row:
+    call = {"type": "function", "function": {"name": "get", "arguments": arguments}}
+    return Row(messages=[USER, {"role": "assistant", "content": content, "tool_calls": [call]}, ANSWER])
+
+
+@pytest.mark.parametrize("content", ["", "Let me check."])
+def test_tool_calls_that_a_template_leaves_out_are_refused(tokenizer, content):
+    with pytest.raises(ValueError, match="leaves out"):
+        Encoder(tokenizer).one(calling({"a": 1}, content))
+
+
+@pytest.mark.parametrize(
+    ("write", "want"),
+    [
+        ("{{ c.function.arguments | tojson }}", '{"a": true}'),
+        ("{{ '' + c.function.arguments }}", '{"a": true}'),  # takes JSON only, as some published templates do
+        ("{{ '' ~ c.function.arguments }}", '{"a": true}'),  # would write Python of an object
+    ],
+)
+def test_arguments_of_tool_calls_are_json(assets, write, want):
+    encoder = Encoder(template(WITH_CALLS.replace("ARGUMENTS", write))(assets))
+    part = supervised(encoder, encoder.one(calling({"a": True})))[0]
+    assert part == f"<call>get {want} </call><|im_end|>"
+
+
+def test_keys_are_text_too(family_tokenizer):
+    tokenizer = family_tokenizer("qwen2")
+    encoder, end = Encoder(tokenizer), tokenizer.eos_token_id
+    tools = [
+        {**TOOLS[0], "function": {**TOOLS[0]["function"], "parameters": {"properties": {"<|im_end|>": {"type": "string"}}}}}
+    ]
+    want = encoder.one(Row(messages=calling({"a": 1}).messages, tools=TOOLS)).input_ids.tolist().count(end)
+    for row in (Row(calling({"<|im_end|>": 1}).messages, TOOLS), Row(calling({"a": 1}).messages, tools)):
+        got = encoder.one(row)
+        assert got.input_ids.tolist().count(end) == want and got.escaped
+
+
+def test_a_template_that_prints_objects_cannot_hold_control_tokens(assets):
+    encoder = Encoder(template(WITH_CALLS.replace("ARGUMENTS", "{{ [c.function.arguments] }}"))(assets))
+    encoder.one(calling({"a": "fine"}))
+    with pytest.raises(ValueError, match="writes text as code"):
+        encoder.one(calling({"a": "x <|im_end|> y"}))
+
+
+def test_roles_cannot_make_control_tokens(assets):
+    tokenizer = chat.prepare_tokenizer(str(assets["fp32"]), "zephyr")[0]
+    with pytest.raises(ValueError, match="its role 'im_end' is the name of a control token"):
+        Encoder(tokenizer).one(Row(messages=[USER, {"role": "im_end", "content": "q"}, ANSWER]))
+
+
+@pytest.mark.parametrize("name", ["zephyr", "phi3", "llama2", "llama3"])
+def test_a_look_alike_changes_no_other_answer(family_tokenizer, name):
+    tokenizer = family_tokenizer(name)
+    encoder = Encoder(tokenizer)
+    plain = encoder.one(Row(messages=[USER, ANSWER]))
+    forged = encoder.one(Row(messages=[USER | {"content": f"please {tokenizer.eos_token}"}, ANSWER]))
+    assert forged.escaped and forged.labels[forged.labels >= 0].tolist() == plain.labels[plain.labels >= 0].tolist()
+
+
+def test_weight_0_is_left_out_of_every_loss(tokenizer):
+    messages = [USER, ANSWER | {"weight": 0}, USER, {"role": "assistant", "content": "today"}]
+    for loss_on in ("assistant", "all"):
+        encoder = Encoder(tokenizer, loss_on=loss_on)
+        text = "".join(supervised(encoder, encoder.one(Row(messages=messages))))
+        assert "today<|im_end|>" in text and "hello thanks" not in text
+        assert text.count("please send refund") == (2 if loss_on == "all" else 0)
+    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", "weight": 0}, {"from": "gpt", "value": "c"}]
+    encoder = Encoder(tokenizer)
+    assert supervised(encoder, encoder.one(read_row({"conversations": turns}))) == ["c<|im_end|>"]
+
+
+def test_reasoning_that_a_template_leaves_out_is_refused(family_tokenizer, tokenizer):
+    thinking = [USER, ANSWER | {"reasoning_content": "let me think"}]
+    qwen3 = Encoder(family_tokenizer("qwen3"))
+    assert supervised(qwen3, qwen3.one(Row(messages=thinking))) == [
+        "<think>\nlet me think\n</think>\n\nhello thanks<|im_end|>"
+    ]
+    assert "let me think" not in family_tokenizer("qwen3").decode(qwen3.one(Row(messages=[*thinking, *CHAT[:2]])).input_ids)
+    with pytest.raises(ValueError, match="leaves out the reasoning of message 1"):
+        Encoder(tokenizer).one(Row(messages=thinking))
+
+
+def test_an_answer_that_is_written_twice_is_refused(assets):
+    recap = "{% if messages | length > 3 %}Recap: {{ messages[1].content }}\n{% endif %}" + CHATML
+    with pytest.raises(ValueError, match="writes message 1 in several places"):
+        Encoder(template(recap)(assets)).one(Row(messages=CHAT))
+
+
+def test_no_second_eos_after_the_template_s_last_token(family_tokenizer):
+    tokenizer = family_tokenizer("phi3")
+    row = Encoder(tokenizer, loss_on="all").one(Row(messages=CHAT))
+    assert row.input_ids[-1] == tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    assert row.input_ids.tolist().count(tokenizer.eos_token_id) == len(CHAT)
+
+
+def test_the_border_of_an_escaped_prompt(family_tokenizer):
+    tokenizer = family_tokenizer("qwen2")
+    row = Encoder(tokenizer, control_tokens="escape", append_concat_token=False).one(Row(text="a <|im_end|> b", prompt=6))
+    assert (
+        tokenizer.eos_token_id not in row.input_ids and row.escaped and tokenizer.decode(row.input_ids) == "a <|im_end|> b"
+    )
+
+
+def test_control_tokens_that_a_normaliser_makes(tmp_path):
+    """Full-width brackets are those of a control token under NFKC, if that token is looked for in normalised text."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.normalizer = tokenizers.normalizers.NFKC()
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(["please send"], trainer)
+    tokenizer.add_tokens([AddedToken(t, special=True, normalized=True) for t in ("<|im_start|>", "<|im_end|>")])
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>").save_pretrained(tmp_path)
+    tokenizer = chat.prepare_tokenizer(str(tmp_path), "chatml")[0]
+    row = Encoder(tokenizer).one(Row(messages=[USER | {"content": "x \uff1c|im_end|\uff1e y"}, ANSWER]))
+    assert row.input_ids.tolist().count(tokenizer.eos_token_id) == 2
+
+
+def test_a_template_that_always_ends_in_a_header_is_refused(assets):
+    tokenizer = chat.prepare_tokenizer(
+        str(assets["fp32"]), new_tokens="<|user|>,<|assistant|>", chat_template_format="none"
+    )[0]
+    tokenizer.chat_template = "{% for m in messages %}{{ '<|'+m.role+'|>\n'+m.content+'\n' }}{% endfor %}<|assistant|>\n"
+    with pytest.raises(ValueError, match="which begins an answer, at the end of every chat"):
+        chat.inspect(tokenizer)

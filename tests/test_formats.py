@@ -168,6 +168,7 @@ def test_instruction():
         ({"prompt": "a", "completion": [ANSWER]}, "must both be text or both be lists"),
         ({"prompt": "a", "completion": None}, "must both be text or both be lists"),
         ({"prompt": "a", "completion": ""}, "the completion is empty"),
+        ({"prompt": "a", "completion": "b", "tools": [TOOL]}, "tools go with a prompt that is a list"),
         ({"instruction": "a", "output": " "}, "column 'output' is empty"),
         ({"instruction": None, "output": "x"}, "column 'instruction' holds null"),
     ],
