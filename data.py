@@ -315,7 +315,8 @@ class Preparation:
         if not args.packing:
             tokens = tokens.select(range(min(len(tokens), REPORT_ROWS)))
             room = min(args.max_length, int(_lengths(tokens).sum()))  # packing takes memory for each token of a row
-            packed = pack_dataset(tokens, room, "bfd", {"keep_in_memory": True, "load_from_cache_file": False})
+            options = {"keep_in_memory": True, "load_from_cache_file": False, "desc": "Trying to pack"}
+            packed = pack_dataset(tokens, room, "bfd", options)
         size = int(_lengths(packed).sum())
         return {"on": args.packing, "rows": len(packed), "of": len(tokens), "tokens": size, "capacity": args.max_length}
 

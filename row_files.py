@@ -56,15 +56,16 @@ def reason_of(error: BaseException) -> str:
 @contextlib.contextmanager
 def reasons(name: str):
     """One line for whatever `datasets` raises, and no logging or traceback of its own."""
-    logger = logging.getLogger("datasets")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+    loggers = {logger: logger.level for logger in map(logging.getLogger, ("datasets", "huggingface_hub.repocard"))}
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
     try:
         yield
     except Exception as error:  # a dozen types, for a file it cannot find, read, parse or join
         raise one_line(f"{name}: {reason_of(error)}") from None
     finally:
-        logger.setLevel(level)
+        for logger, level in loggers.items():
+            logger.setLevel(level)
 
 
 def kind_of(file: str) -> str | None:
