@@ -490,7 +490,8 @@ def check_evaluation(data_args, training_args, eval_sources: list) -> None:
             "--eval_fraction and a split to evaluate on (--splits, or eval in the mixture) are two ways: drop one"
         )
     if (eval_sources or fraction) and not evaluates and not data_args.data_only:
-        what = "--eval_fraction sets rows aside" if fraction else f"{eval_sources[0].split} is a split"
+        what = "--eval_fraction sets rows aside" if fraction else f"--splits {data_args.splits} names a split"
+        what = "the mixture names data" if data_args.dataset_mixture is not None and not fraction else what
         raise ValueError(f"{what} to evaluate on but --eval_strategy is no: add --eval_strategy epoch, or drop it")
     if data_args.max_eval_samples is not None and not eval_sources and not fraction:
         raise ValueError("--max_eval_samples has no effect without rows to evaluate on: name a second split in --splits")

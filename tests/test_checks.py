@@ -77,7 +77,6 @@ Q8 = ["--use_8bit_quantization", "True"]
         ("--learning_rate nan must be", ["--learning_rate", "nan"], {}, "fp32"),
         ("embed_tokens: FSDP1 cannot", ["--lora_target_modules", "q_proj,embed_tokens"], FSDP1, "fp32"),
         ("lm_head: TRL's loss reads", ["--lora_target_modules", "q_proj,lm_head"], {}, "fp32"),
-        ("lets rows attend to each other", ["--packing", "True", "--packing_strategy", "wrapped"], {}, "fp32"),
         ("TRL refuses --padding_free True", ["--padding_free", "True"], {}, "fp32"),
         ("needs fsdp_state_dict_type: FULL_STATE_DICT", ["--save_only_model", "True"], FSDP2, "fp32"),
         ("push_to_hub needs a login", ["--push_to_hub", "True"], {}, "fp32"),
@@ -245,7 +244,7 @@ def test_a_launched_mistake_prints_one_line_once(assets, tmp_path):
 
 MISTAKES = [
     (["--dataset_name", "no/such-data"], "--dataset_name no/such-data"),
-    (["--splits", "train,dev"], "--splits dev"),
+    (["--splits", "train,dev", "--eval_strategy", "epoch"], "has no split 'dev': it has train, test"),
     (["--chat_template_format", "none"], "--chat_template_format chatml, zephyr or a .jinja file"),
     (["--config", "no-such.yaml"], "recipe no-such.yaml does not exist"),
     (["--chat_template_format", "llama"], "--chat_template_format llama is unknown"),

@@ -291,7 +291,7 @@ def test_rows_without_supervision_are_dropped_or_stop_the_run(prepare, tmp_path)
         (dict(eval_fraction=1.5), "--eval_fraction 1.5 must be between 0 and 1"),
         (dict(eval_fraction=0.1), "--eval_fraction sets rows aside to evaluate on but --eval_strategy is no"),
         (dict(eval_fraction=0.1, eval_strategy="epoch", splits="train,test"), "two ways: drop one"),
-        (dict(splits="train,test"), "test is a split to evaluate on but --eval_strategy is no"),
+        (dict(splits="train,test"), "--splits train,test names a split to evaluate on but --eval_strategy is no"),
         (dict(eval_strategy="epoch"), "needs rows to evaluate on: name a second split in --splits"),
         (dict(splits="train,dev", eval_strategy="epoch"), "has no split 'dev': it has train, test"),
         (dict(splits="train,test", eval_strategy="epoch", eval_fraction=0.5), "two ways: drop one"),
