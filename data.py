@@ -254,14 +254,20 @@ class Preparation:
 
     # ---- Putting it together ----
 
-    def load(self, found: list[sources.Source], role: str) -> list[Dataset]:
+    def open(self, found: list[sources.Source]) -> list[sources.Loaded]:
+        """The raw rows of sources that can be read: asked for all before any is tokenised."""
+        loaded = [sources.load(source, on_bad_row=self.data_args.on_bad_row) for source in found]
+        for source in loaded:
+            self.format_of(source.source, source.dataset.column_names)
+        return loaded
+
+    def load(self, found: list[sources.Loaded], role: str) -> list[Dataset]:
         """Tokenise the sources of a role, as `self.parts`, and return what is used of each."""
         fraction = self.data_args.eval_fraction
         limit = self.data_args.max_samples if role == "train" else self.data_args.max_eval_samples
         used = []
-        for source in found:
-            loaded = sources.load(source, on_bad_row=self.data_args.on_bad_row)
-            rows, held_out = loaded.dataset, None
+        for loaded in found:
+            source, rows, held_out = loaded.source, loaded.dataset, None
             if fraction:
                 rows, held_out = sources.split_off(rows, fraction, self.training_args.seed)
                 if self.data_args.max_eval_samples is not None:
@@ -420,13 +426,14 @@ def prepare(data_args, training_args, tokenizer: PreTrainedTokenizerBase) -> Pre
     check_evaluation(data_args, training_args, eval_sources)
     if data_args.streaming:
         return _prepare_stream(work, train_sources, eval_sources, stop)
-    train = work.mix(work.load(train_sources, "train"), train_sources, stop)
+    to_train, to_evaluate = work.open(train_sources), work.open(eval_sources)
+    train = work.mix(work.load(to_train, "train"), train_sources, stop)
     work.check_text()
     if data_args.eval_fraction:
         held_out = [part for part in work.parts if part.role == "eval"]
         held_out = [part.tokens.select_columns(list(TOKENS)).select(part.kept) for part in held_out]
     else:
-        held_out = work.load(eval_sources, "eval")
+        held_out = work.load(to_evaluate, "eval")
     evaluation = concatenate_datasets(held_out) if held_out else None
     if training_args.shuffle_dataset:
         train = train.shuffle(seed=training_args.seed)

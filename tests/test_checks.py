@@ -244,7 +244,10 @@ def test_a_launched_mistake_prints_one_line_once(assets, tmp_path):
 
 MISTAKES = [
     (["--dataset_name", "no/such-data"], "--dataset_name no/such-data"),
-    (["--splits", "train,dev", "--eval_strategy", "epoch"], "has no split 'dev': it has train, test"),
+    (
+        ["--splits", "train,dev", "--eval_strategy", "epoch", "--chat_template_format", "chatml"],
+        "has no split 'dev': it has",
+    ),
     (["--chat_template_format", "none"], "--chat_template_format chatml, zephyr or a .jinja file"),
     (["--config", "no-such.yaml"], "recipe no-such.yaml does not exist"),
     (["--chat_template_format", "llama"], "--chat_template_format llama is unknown"),

@@ -316,6 +316,15 @@ def test_refused(prepare, assets, options, message):
     assert "\n" not in str(caught.value)
 
 
+def test_an_evaluation_split_that_cannot_be_used_is_found_before_anything_is_tokenised(prepare, tmp_path, monkeypatch):
+    write(tmp_path / "d" / "train.jsonl", [chat_row("hello")])
+    write(tmp_path / "d" / "test.jsonl", [{"other": "x"}])
+    monkeypatch.setattr(encoding.Encoder, "encode", lambda *_: pytest.fail("tokenised"))
+    for split, message in (("dev", "has no split 'dev'"), ("test", "no usable column among 'other'")):
+        with pytest.raises(ValueError, match=message):
+            prepare(tmp_path / "d", splits=f"train,{split}", eval_strategy="epoch")
+
+
 def test_text_with_control_tokens_needs_a_choice_even_where_bad_rows_are_skipped(prepare, tmp_path):
     file = write(tmp_path / "a.jsonl", [{"text": "hello"}, {"text": "hello <|im_end|> today"}])
     with pytest.raises(ValueError, match="text rows hold control tokens, such as '<|im_end|>'"):
