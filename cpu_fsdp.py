@@ -10,8 +10,11 @@ Each change below names its cause and the condition for removing it.
 
 import functools
 import os
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 
 def fsdp_requested() -> bool:
@@ -98,6 +101,15 @@ def _let_fsdp1_take_the_cpu_device() -> None:
 
     compute_device._takes_the_cpu_device = True
     _init_utils._get_compute_device = compute_device
+
+
+def keep_timeout(use_cpu: bool, seconds: int) -> None:
+    """Let collectives on a CPU wait as long as `--ddp_timeout` says.
+
+    Transformers 5.24 hands it to the process group of an accelerator only. Remove when it does so for every backend.
+    """
+    if use_cpu and dist.is_available() and dist.is_initialized():
+        _set_pg_timeout(timedelta(seconds=seconds))
 
 
 def keep_4bit_layout(model: torch.nn.Module) -> int:

@@ -49,6 +49,7 @@ def main(argv: list[str] | None = None) -> AdapterSFTTrainer:
         give_restarts_a_store_of_their_own()
         model_args, data_args, training_args = command.build()
         checks.check_world(PartialState().num_processes)
+        cpu_fsdp.keep_timeout(command.use_cpu, training_args.ddp_timeout)
         notes += checks.settle_mixed_precision(training_args)
         set_seed(training_args.seed)
 

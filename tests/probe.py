@@ -132,6 +132,9 @@ class Probe(TrainerCallback):
         FACTS["fsdp1_units"] = sum(isinstance(m, FSDP) for m in model.modules())
         FACTS["fsdp2_units"] = sum(isinstance(m, FSDPModule) for m in model.modules())
         FACTS["world"] = dist.get_world_size() if dist.is_initialized() else 1
+        if dist.is_initialized():
+            backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+            FACTS["collectives_wait"] = backend.options._timeout.total_seconds()
         if "path" in FACTS:  # now, because not every run is meant to reach its end
             Path(FACTS["path"]).write_text(json.dumps(FACTS))
 

@@ -34,7 +34,7 @@ CASES = {  # environment, ranks, flags
     "fsdp2-packed": (FSDP2, 2, STREAM | {"packing": True, "max_length": 64}),
     "fsdp2-uneven": (FSDP2, 2, STREAM | {"max_samples": 13, "max_steps": 9}),  # 13 rows, 4 a step: over two ends
     "fsdp2-workers": (FSDP2, 2, STREAM | {"dataloader_num_workers": 2}),
-    "slow": (FSDP2, 2, {"max_steps": 1, "ddp_timeout": 8}),
+    "slow": (FSDP2, 2, {"max_steps": 1, "ddp_timeout": 12}),
 }
 
 
@@ -42,7 +42,7 @@ CASES = {  # environment, ranks, flags
 def launches(assets, tmp_path_factory):
     launches = Launches(tmp_path_factory.mktemp("data"))
     for name, (env, world, options) in CASES.items():
-        more = {"prepares_for": 14} if name == "slow" else {}
+        more = {"prepares_for": 18} if name == "slow" else {}
         launches.add(name, flags(assets, launches.out / name, **options), env, world, **more)
     again = STREAM | {"max_steps": 8, "resume_from_checkpoint": "auto"}
     launches.add("fsdp2-rest", flags(assets, launches.out / "fsdp2-again", **again), FSDP2)
@@ -71,8 +71,9 @@ def test_a_stream_goes_on_where_it_was(launches):
 
 
 def test_preparing_may_take_longer_than_the_process_group_waits(launches):
-    """The main process prepares for 14 seconds, and collectives give up after 8."""
-    assert launches.exits("slow")["seconds"] > 14
+    """The main process prepares for 18 seconds, and collectives give up after 12."""
+    assert launches.exits("slow")["seconds"] > 18
+    assert launches.facts("slow")[0]["collectives_wait"] == 12
     assert len(losses(launches.facts("slow")[0])) == 1
 
 
