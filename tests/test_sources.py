@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import random
+import re
 import stat
 from pathlib import Path
 
@@ -816,3 +817,10 @@ def test_more_mixture_mistakes():
         message(read_mixture, "m.txt")
         == "mixture m.txt does not exist: give the path of a .yaml or .json file, or JSON text"
     )
+
+
+def test_the_readme_s_mixture_is_one():
+    text = (Path(__file__).resolve().parent.parent / "README.md").read_text(encoding="utf-8")
+    write("mixture.yaml", re.search(r"```yaml\n(train:.*?)```", text, re.DOTALL).group(1))
+    mixture = read_mixture("mixture.yaml")
+    assert [source.weight for source in mixture.train] == [0.7, 0.3] and mixture.evaluation[0].split == "test_sft[:500]"
