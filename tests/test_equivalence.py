@@ -71,11 +71,16 @@ CASES = {  # environment, processes, micro-batch, accumulation
 }
 
 
+def cases(kind):
+    """Accumulation is the same whatever is trained, so the last kind goes without."""
+    return {name: case for name, case in CASES.items() if kind != "qlora_added_tokens" or case[3] == 1}
+
+
 @pytest.fixture(scope="module")
 def launches(assets, tmp_path_factory):
     launches = Launches(tmp_path_factory.mktemp("equivalence"))
     for kind in KINDS:
-        for name, (env, world, batch, accumulation) in CASES.items():
+        for name, (env, world, batch, accumulation) in cases(kind).items():
             name = f"{kind}-{name}"
             launches.add(name, argv(assets, launches.out / name, batch, accumulation, kind), env, world)
     launches.run().assert_ended_well()
@@ -85,7 +90,7 @@ def launches(assets, tmp_path_factory):
 @pytest.mark.parametrize("kind", KINDS)
 def test_strategies_agree(launches, kind):
     """1 process, DDP, FSDP1 and FSDP2 at one global batch of 4, and 4 x 1 against 1 x 4, in fp32 with unequal lengths."""
-    results = {name: launches.facts(f"{kind}-{name}") for name in CASES}
+    results = {name: launches.facts(f"{kind}-{name}") for name in cases(kind)}
     reference = losses(results["one_4x1"][0])
     assert len(reference) == STEPS
     assert sum(reference[-3:]) / 3 < reference[0] - 0.2, f"the loss does not fall: {reference}"
