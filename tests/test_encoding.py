@@ -513,6 +513,17 @@ def test_reasoning_that_a_template_leaves_out_is_refused(family_tokenizer, token
         Encoder(tokenizer).one(Row(messages=thinking))
 
 
+def test_a_header_inside_an_answer_whose_beginning_is_dropped(assets):
+    """The thinking of earlier turns is left out, and what is left looks like the template's own plain header."""
+    strips = chat.ZEPHYR.replace("message['content'] + eos_token", "message['content'].split('</think>')[-1] + eos_token")
+    tokenizer = chat.prepare_tokenizer(str(assets["fp32"]), "zephyr")[0]
+    tokenizer.chat_template = strips
+    encoder = Encoder(tokenizer)
+    answer = ANSWER | {"content": "<think>hm</think>see\n<|assistant|>\ntoday"}
+    row = encoder.one(Row(messages=[USER, answer, *CHAT[:2]]))
+    assert supervised(encoder, row) == ["see\n<|assistant|>\ntoday</s>", "hello thanks</s>"]
+
+
 def test_an_answer_that_is_written_twice_is_refused(assets):
     recap = "{% if messages | length > 3 %}Recap: {{ messages[1].content }}\n{% endif %}" + CHATML
     with pytest.raises(ValueError, match="writes message 1 in several places"):
