@@ -372,11 +372,9 @@ def parse(argv: list[str] | None = None) -> Command:
     for name in ("model_name_or_path", "dataset_name"):
         if getattr(values, name) is None and not (name == "dataset_name" and values.dataset_mixture is not None):
             raise ValueError(f"--{name} is required: give it as a flag or in a recipe (train.py recipe.yaml)")
-    replaced = (
-        sorted(given & {"dataset_name", "dataset_config_name", "splits"}) if values.dataset_mixture is not None else []
-    )
-    if replaced:
-        raise ValueError(f"--{replaced[0]} has no effect with --dataset_mixture, which names the data: drop one")
+    if values.dataset_mixture is not None:
+        for name in sorted(given & {"dataset_name", "dataset_config_name", "splits"}):
+            raise ValueError(f"--{name} has no effect with --dataset_mixture, which names the data: drop one")
     return Command(values, given)
 
 
@@ -444,11 +442,9 @@ def _value_to_tokens(action, value: Any) -> list[str]:
     if isinstance(value, bool):
         is_choice = action.type is not None and getattr(action.type, "__name__", "") != "string_to_bool"
         return ["no" if is_choice and not value else str(value)]  # YAML reads a bare `no` as false
-    if isinstance(value, dict):
+    if isinstance(value, dict) or (isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value)):
         return [json.dumps(value, default=str)]  # YAML makes a date of 2024-01-01
     if isinstance(value, list):
-        if any(isinstance(item, (dict, list)) for item in value):
-            return [json.dumps(value, default=str)]
         return [str(item) for item in value] if action.nargs in ("+", "*") else [",".join(str(item) for item in value)]
     return [str(value)]
 

@@ -1,11 +1,13 @@
 """What can be known to fail before any weight is read: one ValueError, one line, that names the value and the fix."""
 
+import functools
 import importlib.util
 import inspect
 import json
 import math
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +21,7 @@ import cpu_fsdp
 import loading
 import run_record
 import utils
+from errors import require
 
 
 @dataclass
@@ -198,7 +201,7 @@ def optimizer_name(training_args) -> str:
     return str(getattr(training_args.optim, "value", training_args.optim))
 
 
-def check_fsdp(model_args, training_args, fsdp: FsdpSettings | None, config) -> None:
+def check_fsdp(model_args, training_args, fsdp: FsdpSettings | None, config, meta: Callable) -> None:
     """Settings of the Accelerate config that contradict the arguments or the model."""
     if fsdp is None:
         return
@@ -208,7 +211,7 @@ def check_fsdp(model_args, training_args, fsdp: FsdpSettings | None, config) -> 
             "flat: set fsdp_use_orig_params: false, or use an FSDP2 config"
         )
     if fsdp.version == 1 and fsdp.use_orig_params:
-        parameters = sum(p.numel() for p in loading.meta_model(config, training_args.trust_remote_code).parameters())
+        parameters = sum(p.numel() for p in meta().parameters())
         world = int(os.environ.get("WORLD_SIZE", "1"))
         raise ValueError(
             "fsdp_use_orig_params: true in the Accelerate config loses LoRA's memory saving under FSDP1: every unit mixes "
@@ -236,7 +239,7 @@ def check_fsdp(model_args, training_args, fsdp: FsdpSettings | None, config) -> 
     if optimizer == "adafactor" and fsdp.version == 2:
         raise ValueError("--optim adafactor mixes sharded and plain tensors under FSDP2: use --optim adamw_torch_fused")
     if fsdp.layer_classes:
-        model = loading.meta_model(config, training_args.trust_remote_code)
+        model = meta()
         for name in fsdp.layer_classes:
             if get_module_class_from_name(model, name) is None:
                 raise ValueError(
@@ -287,11 +290,12 @@ def check_trainer(model_args, training_args, fsdp: FsdpSettings | None) -> None:
         raise ValueError("--push_to_hub needs a login: run `hf auth login` or set HF_TOKEN; or pass --push_to_hub False")
 
 
-def check_packing(training_args, model) -> None:
-    """Raise ValueError if rows that are packed into one would see each other in this model."""
+def check_packing(training_args, meta: Callable) -> None:
+    """Raise ValueError if rows that are packed into one would see each other in the model that `meta` makes."""
     packs = training_args.packing or training_args.eval_packing or training_args.padding_free
     if not packs:
         return
+    model = meta()
     name, fix = type(model).__name__, "set --packing False" if training_args.packing else "set --padding_free False"
     if getattr(model, "_is_stateful", False):
         raise ValueError(f"{fix}: {name} has recurrent layers, whose state runs on from one packed row into the next")
@@ -319,10 +323,7 @@ RANGES = [
 
 def check_ranges(model_args, training_args) -> None:
     """Numbers that would train nothing, or something else, without an error."""
-    for name, what, good in RANGES:
-        value = getattr(model_args if hasattr(model_args, name) else training_args, name)
-        if not good(value):
-            raise ValueError(f"--{name} {value} must be {what}")
+    require(RANGES, model_args, training_args)
 
 
 def settle_mixed_precision(training_args) -> list[str]:
@@ -513,15 +514,15 @@ def check_data(training_args, fingerprint: dict, model_args) -> list[str]:
 
 def check_launch(model_args, training_args, fsdp: FsdpSettings | None, config) -> None:
     """Every check that needs the arguments, the Accelerate config and the model's `config.json`, and no weights."""
+    # About a second for a 70B: made once, and only if a check asks for it.
+    meta = functools.cache(functools.partial(loading.meta_model, config, training_args.trust_remote_code))
     check_quantization(model_args, fsdp, config)
     check_precision(model_args, training_args, fsdp, config)
-    check_fsdp(model_args, training_args, fsdp, config)
+    check_fsdp(model_args, training_args, fsdp, config, meta)
     check_trainer(model_args, training_args, fsdp)
     check_ranges(model_args, training_args)
     check_files(model_args, training_args)
     utils.attention_implementation(model_args.use_flash_attn, training_args.use_cpu)
-    check_packing(training_args, loading.meta_model(config, training_args.trust_remote_code))
+    check_packing(training_args, meta)
     if model_args.use_peft_lora:
-        utils.check_target_modules(
-            model_args.lora_target_modules, loading.meta_model(config, training_args.trust_remote_code)
-        )
+        utils.check_target_modules(model_args.lora_target_modules, meta())

@@ -7,6 +7,7 @@
 `seq_lengths` where they are packed, so that nothing downstream guesses, cuts or masks.
 """
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable
@@ -28,6 +29,7 @@ import formats
 import row_files
 import sources
 from encoding import IGNORE_INDEX
+from errors import require
 
 REPORT_ROWS = 1000  # of a stream, that the report is about
 TOKENS = Features({"input_ids": List(Value("int32")), "labels": List(Value("int32"))})
@@ -36,6 +38,16 @@ FACTS = Features(
     | {name: Value(kind) for name, kind in {"length": "int32", "supervised": "int32", "flags": "int32"}.items()}
     | {"digest": Value("uint64"), "problem": Value("string")}
 )
+
+
+RANGES = [  # (argument, what it must be, the test)
+    ("max_samples", "at least 1", lambda v: v is None or v >= 1),
+    ("max_eval_samples", "at least 1", lambda v: v is None or v >= 1),
+    ("max_unsupervised", "a share between 0 and 1", lambda v: 0 <= v <= 1),
+    ("shuffle_buffer", "at least 1 (which does not shuffle)", lambda v: v >= 1),
+    ("dataset_num_proc", "at least 1", lambda v: v is None or v >= 1),
+    ("eval_fraction", "between 0 and 1, such as 0.05", lambda v: v is None or 0 < v < 1),
+]
 
 
 class BadRow(ValueError):
@@ -75,6 +87,11 @@ class Part:
         """Numbers of the rows that are trained on."""
         dropped = data_report.BAD | data_report.TOO_LONG | data_report.UNSUPERVISED
         return np.flatnonzero((self.column("flags") & dropped) == 0)
+
+    @property
+    def usable(self) -> Dataset:
+        """The tokens of those rows."""
+        return self.tokens.select_columns(list(TOKENS)).select(self.kept)
 
 
 @dataclass
@@ -232,9 +249,7 @@ class Preparation:
         return sources.locate(source, rows[index]) or f"row {index} of {source.name} ({source.split})"
 
     def refuse(self, source, rows, index: int, problem: str) -> None:
-        raise ValueError(
-            f"{self.where(source, rows, index)}: {problem}; correct the row, or leave such rows out with --on_bad_row skip"
-        )
+        raise ValueError(refusal(self.where(source, rows, index), problem))
 
     def cache_key(self, rows: Dataset, format: formats.Format) -> str:
         """A fingerprint of the rows, the tokenizer, its template, the options, and the code that makes tokens of a row."""
@@ -242,11 +257,16 @@ class Preparation:
         options = [encoder.loss_on, encoder.add_special_tokens, encoder.append_concat_token, encoder.max_length]
         options += [encoder.truncation, encoder.control_tokens, format.name, format.columns]
         options += [self.tokenizer.chat_template, self.tokenizer.special_tokens_map]
-        digest = hashlib.sha256(json.dumps([rows._fingerprint, *options], default=str).encode())
-        digest.update(encoder.backend.to_str().encode())
+        digest = hashlib.sha256(json.dumps([rows._fingerprint, self.tools, *options], default=str).encode())
+        return digest.hexdigest()[:32]
+
+    @functools.cached_property
+    def tools(self) -> str:
+        """A fingerprint of the tokenizer, which takes a moment to write out, and of the code."""
+        digest = hashlib.sha256(self.encoder.backend.to_str().encode())
         for file in (formats.__file__, encoding.__file__, encoding.chat.__file__, __file__):
             digest.update(Path(file).read_bytes())
-        return digest.hexdigest()[:32]
+        return digest.hexdigest()
 
     def check_text(self) -> None:
         if self.data_args.control_tokens_in_text is not None and all(part.format.is_chat for part in self.parts):
@@ -271,15 +291,15 @@ class Preparation:
             if fraction:
                 rows, held_out = sources.split_off(rows, fraction, self.training_args.seed)
                 if self.data_args.max_eval_samples is not None:
-                    held_out = held_out.select(range(min(self.data_args.max_eval_samples, len(held_out))))
+                    held_out = held_out.take(self.data_args.max_eval_samples)
             if limit is not None:
-                rows = rows.select(range(min(limit, len(rows))))
+                rows = rows.take(limit)
             for part_rows, part_role in ((rows, role), (held_out, "eval")):
                 if part_rows is not None:
                     skipped = loaded.skipped if part_role == role else []
                     self.parts.append(self.tokenise(part_rows, source, part_role, list(skipped)))
             part = self.parts[-2 if fraction else -1]
-            used.append(part.tokens.select_columns(list(TOKENS)).select(part.kept))
+            used.append(part.usable)
         return used
 
     def mix(self, tokens: list[Dataset], found: list[sources.Source], stop: str) -> Dataset:
@@ -287,11 +307,9 @@ class Preparation:
         joined = concatenate_datasets(tokens)
         if len(tokens) == 1 or found[0].weight is None or not all(map(len, tokens)):  # the gates refuse an empty one
             return joined
-        total = sum(source.weight for source in found)
         edges = np.cumsum([0, *map(len, tokens)])
         numbers = [Dataset.from_dict({"row": range(edges[i], edges[i + 1])}) for i in range(len(tokens))]
-        probabilities = [source.weight / total for source in found]
-        drawn = interleave_datasets(numbers, probabilities, seed=self.training_args.seed, stopping_strategy=stop)["row"]
+        drawn = interleave_datasets(numbers, shares(found), seed=self.training_args.seed, stopping_strategy=stop)["row"]
         drawn = np.asarray(drawn)
         for part, low, high in zip([p for p in self.parts if p.role == "train"], edges, edges[1:], strict=False):
             part.used = int(((drawn >= low) & (drawn < high)).sum())
@@ -313,13 +331,18 @@ class Preparation:
             lambda: pack_dataset(tokens, args.max_length, args.packing_strategy, options), where.parent, key
         )
 
+    def evaluation(self, held_out: list[Dataset]) -> Dataset | None:
+        args = self.training_args
+        packs = args.packing if args.eval_packing is None else args.eval_packing
+        return self.pack(concatenate_datasets(held_out), packs) if held_out else None
+
     def packing_facts(self, tokens: Dataset, packed: Dataset) -> dict | None:
         """What packing does; of the first rows, what it would do, if it is off."""
         args = self.training_args
         if args.max_length is None or not len(tokens):
             return None
         if not args.packing:
-            tokens = tokens.select(range(min(len(tokens), REPORT_ROWS)))
+            tokens = tokens.take(REPORT_ROWS)
             room = min(args.max_length, int(_lengths(tokens).sum()))  # packing takes memory for each token of a row
             options = {"keep_in_memory": True, "load_from_cache_file": False, "desc": "Trying to pack"}
             packed = pack_dataset(tokens, room, "bfd", options)
@@ -383,6 +406,12 @@ class Preparation:
         return facts | {"chat template": f"{len(tokenizer.chat_template)} characters; {end}{system}"}
 
 
+def shares(found: list[sources.Source]) -> list[float]:
+    """The weights of a mixture, adding up to 1."""
+    total = sum(source.weight for source in found)
+    return [source.weight / total for source in found]
+
+
 def anew_if_damaged(make: Callable[[], Dataset], folder: Path, fingerprint: str) -> Dataset:
     """What `make` returns, made anew where its cache files were cut short (a full disk, a machine that went down)."""
     try:
@@ -430,33 +459,20 @@ def prepare(data_args, training_args, tokenizer: PreTrainedTokenizerBase) -> Pre
     train = work.mix(work.load(to_train, "train"), train_sources, stop)
     work.check_text()
     if data_args.eval_fraction:
-        held_out = [part for part in work.parts if part.role == "eval"]
-        held_out = [part.tokens.select_columns(list(TOKENS)).select(part.kept) for part in held_out]
+        held_out = [part.usable for part in work.parts if part.role == "eval"]
     else:
         held_out = work.load(to_evaluate, "eval")
-    evaluation = concatenate_datasets(held_out) if held_out else None
     if training_args.shuffle_dataset:
         train = train.shuffle(seed=training_args.seed)
     packed = work.pack(train, training_args.packing)
     report = work.report(train, packed)
     data_report.gates(report, data_args.max_unsupervised)
-    packs_evaluation = training_args.packing if training_args.eval_packing is None else training_args.eval_packing
-    evaluation = evaluation and work.pack(evaluation, packs_evaluation)
-    return Prepared(packed, evaluation, report, lambda: fingerprint(train))
+    return Prepared(packed, work.evaluation(held_out), report, lambda: fingerprint(train))
 
 
 def check_choices(data_args, training_args) -> None:
     """Raise ValueError for numbers out of range and for choices that exclude each other."""
-    for name, good, what in (
-        ("max_samples", lambda v: v is None or v >= 1, "at least 1"),
-        ("max_eval_samples", lambda v: v is None or v >= 1, "at least 1"),
-        ("max_unsupervised", lambda v: 0 <= v <= 1, "a share between 0 and 1"),
-        ("shuffle_buffer", lambda v: v >= 1, "at least 1 (which does not shuffle)"),
-        ("dataset_num_proc", lambda v: v is None or v >= 1, "at least 1"),
-    ):
-        value = getattr(data_args if hasattr(data_args, name) else training_args, name)
-        if not good(value):
-            raise ValueError(f"--{name} {value} must be {what}")
+    require(RANGES, data_args, training_args)
     if training_args.packing and training_args.packing_strategy == "wrapped":
         raise ValueError(
             "--packing_strategy wrapped lets rows attend to each other and cuts them anywhere: use bfd or bfd_split"
@@ -490,8 +506,6 @@ def check_evaluation(data_args, training_args, eval_sources: list) -> None:
     evaluates, fraction = training_args.eval_strategy != "no", data_args.eval_fraction
     if training_args.eval_packing is not None and not eval_sources and not fraction:
         raise ValueError("--eval_packing has no effect without rows to evaluate on: drop it")
-    if fraction is not None and not 0 < fraction < 1:
-        raise ValueError(f"--eval_fraction {fraction} must be between 0 and 1, such as 0.05")
     if fraction is not None and eval_sources:
         raise ValueError(
             "--eval_fraction and a split to evaluate on (--splits, or eval in the mixture) are two ways: drop one"
@@ -525,7 +539,7 @@ def _prepare_stream(work: Preparation, train_sources: list, eval_sources: list, 
         rows = Dataset.from_list(list(stream.take(REPORT_ROWS)), features=stream.features)
         part = work.tokenise(rows, source, "train", loaded.skipped)
         work.parts.append(part)
-        samples.append(part.tokens.select_columns(list(TOKENS)).select(part.kept))
+        samples.append(part.usable)
         if data_args.shuffle_buffer > 1:
             stream = stream.shuffle(seed=args.seed, buffer_size=data_args.shuffle_buffer)
         encode = EncodeStream(work, source, part.format)
@@ -538,9 +552,7 @@ def _prepare_stream(work: Preparation, train_sources: list, eval_sources: list, 
     elif train_sources[0].weight is None:
         train = concatenate_datasets(streams)
     else:
-        total = sum(source.weight for source in train_sources)
-        shares = [source.weight / total for source in train_sources]
-        train = interleave_datasets(streams, shares, seed=args.seed, stopping_strategy=stop)
+        train = interleave_datasets(streams, shares(train_sources), seed=args.seed, stopping_strategy=stop)
     if args.packing:
         train = pack_dataset(train, args.max_length, args.packing_strategy)
     held_out = []
@@ -551,14 +563,16 @@ def _prepare_stream(work: Preparation, train_sources: list, eval_sources: list, 
             rows = Dataset.from_list(list(rows.take(data_args.max_eval_samples)), features=rows.features)
         part = work.tokenise(rows, source, "eval", loaded.skipped)
         work.parts.append(part)
-        held_out.append(part.tokens.select_columns(list(TOKENS)).select(part.kept))
+        held_out.append(part.usable)
     whole = all(len(part.tokens) < REPORT_ROWS for part in work.parts if part.role == "train")
     report = work.report(sample, packed, streamed=None if whole else REPORT_ROWS)
     data_report.gates(report, data_args.max_unsupervised)
-    packs_evaluation = args.packing if args.eval_packing is None else args.eval_packing
-    evaluation = work.pack(concatenate_datasets(held_out), packs_evaluation) if held_out else None
     args.accelerator_config.dispatch_batches = False  # the main process would send batches, which differ in length
-    return Prepared(train, evaluation, report, lambda: fingerprint(sample))
+    return Prepared(train, work.evaluation(held_out), report, lambda: fingerprint(sample))
+
+
+def refusal(where: str, problem: str) -> str:
+    return f"{where}: {problem}; correct the row, or leave such rows out with --on_bad_row skip"
 
 
 class EncodeStream:
@@ -577,17 +591,15 @@ class EncodeStream:
         except BadRow as error:
             example = {column: values[error.args[0]] for column, values in batch.items()}
             where = sources.locate(self.source, example) or f"a row of {self.source.name}"
-            raise BadRow(
-                f"{where}: {error.args[1]}; correct the row, or leave such rows out with --on_bad_row skip"
-            ) from None
+            raise BadRow(refusal(where, error.args[1])) from None
         return facts.select(list(TOKENS)).filter(pc.greater(pc.list_value_length(facts["input_ids"]), 0)).to_pydict()
 
 
 def fingerprint(dataset: Dataset) -> dict:
     """What a tokenised split is: its rows, its tokens, and a hash of every token id and label in order."""
     digest, tokens = xxhash.xxh3_128(), 0
-    for table in dataset.select_columns(["input_ids", "labels"]).with_format("arrow").iter(batch_size=1000):
-        for name in ("input_ids", "labels"):
+    for table in dataset.select_columns(list(TOKENS)).with_format("arrow").iter(batch_size=1000):
+        for name in TOKENS:
             column = table.column(name).combine_chunks()
             digest.update(np.asarray(column.value_lengths(), dtype=np.int64).tobytes())
             digest.update(np.asarray(column.flatten(), dtype=np.int64).tobytes())

@@ -26,9 +26,6 @@ import formats
 
 IGNORE_INDEX = -100
 ROLES = {"system", "developer", "user", "assistant", "tool", "function", "ipython", "observation"}
-LOSS_ON = ("assistant", "completion", "all")
-TRUNCATION = ("right", "left", "drop", "error")
-CONTROL_TOKENS = ("keep", "escape")
 
 # Two private planes of Unicode, which no text uses: one for the marks, one for what stands for a control token.
 _MARKS, _STAND_INS = range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE)
@@ -91,7 +88,7 @@ class Encoder:
             `ChoiceNeeded` where it matters. In chats they are always text.
 
     Raises:
-        ValueError: an unknown choice, or a template that cannot be used.
+        ValueError: a template that cannot be used.
     """
 
     def __init__(
@@ -445,9 +442,8 @@ class Encoder:
 
     def _finish(self, ids: np.ndarray, supervised: np.ndarray, rendered: _Rendered, facts: dict) -> Encoded | ValueError:
         bos, eos, spans = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id, rendered.spans
-        if (
-            bos is not None and bos != eos and len(ids) > 1 and ids[0] == ids[1] == bos
-        ):  # the text has one, and one was added
+        # The text has a BOS, and the tokenizer added one.
+        if bos is not None and bos != eos and len(ids) > 1 and ids[0] == ids[1] == bos:
             ids, supervised = ids[1:], supervised[1:]
         if self.append_concat_token and not self._ends_with_eos(ids):
             ends_supervised = spans is None or bool(spans and spans[-1][1] >= len(rendered.text.rstrip()))
@@ -479,9 +475,8 @@ class Encoder:
         )
 
     def _ends_with_eos(self, ids: np.ndarray) -> bool:
-        for token in ids[-4:][
-            ::-1
-        ].tolist():  # a template may write white space or another token after the one that ends a turn
+        # A template may write white space or another token after the one that ends a turn.
+        for token in ids[-4:][::-1].tolist():
             if token == self.tokenizer.eos_token_id:
                 return True
             if token not in self._blank:

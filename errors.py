@@ -5,6 +5,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 # How long the other ranks wait for the main process to print the same mistake and end the run. The launcher stops
@@ -24,6 +25,19 @@ def fail(message: str) -> None:
     # the interpreter's clean-up, and the launcher would wait for it.
     sys.stdout.flush()
     os._exit(1)
+
+
+def require(ranges: Iterable[tuple[str, str, Callable]], *groups) -> None:
+    """Raise ValueError for the first argument that is out of range.
+
+    Args:
+        ranges: (argument, what it must be in words, the test).
+        groups: objects with the arguments; the first that has one is asked.
+    """
+    for name, what, good in ranges:
+        value = next(getattr(group, name) for group in groups if hasattr(group, name))
+        if not good(value):
+            raise ValueError(f"--{name} {value} must be {what}")
 
 
 @contextlib.contextmanager

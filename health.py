@@ -68,7 +68,6 @@ class HealthCheck(TrainerCallback):
         self.trainer, self.requested, self.shards = trainer, requested, shards
         self.new_token_ids, self.notes = list(new_token_ids), notes  # more may be added until training starts
         self.counts = count_parameters(trainer.model)
-        self.sample = list(trainer.train_dataset.take(SAMPLE_ROWS))
         trained = sum(c[1] for c in self.counts.values())
         if trained == 0:
             raise ValueError("no parameter is trained: check --use_peft_lora and --lora_target_modules")
@@ -88,6 +87,7 @@ class HealthCheck(TrainerCallback):
     def report(self, held: sharding.Held, fractions: list[float]) -> list[tuple[str, str]]:
         """(label, value) lines; every value is measured on the model, the tokenizer, the data or the resolved arguments."""
         trainer, args = self.trainer, self.trainer.args
+        sample = list(trainer.train_dataset.take(SAMPLE_ROWS))
         total = sum(c[0] for c in self.counts.values())
         trained = sum(c[1] for c in self.counts.values())
         rows = [("trained parameters", f"{human(trained)} of {human(total)} ({trained / total:.2%})")]
@@ -112,10 +112,10 @@ class HealthCheck(TrainerCallback):
         rows.append(("gradient checkpointing", checkpointing))
         base = trainer.base_model
         rows.append(("attention", str(base.config._attn_implementation)))
-        rows += self.token_facts()
+        rows += self.token_facts(sample)
         sequences = args.per_device_train_batch_size * args.gradient_accumulation_steps * world
         accumulation = f"{args.per_device_train_batch_size} x {args.gradient_accumulation_steps} accumulated x {world}"
-        mean = sum(len(row["input_ids"]) for row in self.sample) / len(self.sample)
+        mean = sum(len(row["input_ids"]) for row in sample) / len(sample)
         kind = "packed rows" if args.packing else "sequences"
         rows.append(("effective batch", f"{sequences} {kind} ({accumulation}), about {human(sequences * mean)} tokens"))
         saves = args.save_strategy.value if hasattr(args.save_strategy, "value") else str(args.save_strategy)
@@ -139,18 +139,18 @@ class HealthCheck(TrainerCallback):
         read, stored, peak = (human(report[key], "B") for key in ("read", "stored", "peak"))
         return f"each rank its shard: read {read} of {stored}, at most {peak} in use, {report['seconds']:.1f} s"
 
-    def token_facts(self) -> list[tuple[str, str]]:
+    def token_facts(self, sample: list[dict]) -> list[tuple[str, str]]:
         tokenizer = self.trainer.processing_class
         eos, pad = (f"{t!r} ({tokenizer.convert_tokens_to_ids(t)})" for t in (tokenizer.eos_token, tokenizer.pad_token))
-        tokens = sum(len(row["input_ids"]) for row in self.sample)
-        supervised = sum(label != -100 for row in self.sample for label in row["labels"])
-        taught = sum(label == tokenizer.eos_token_id for row in self.sample for label in row["labels"])
+        tokens = sum(len(row["input_ids"]) for row in sample)
+        supervised = sum(label != -100 for row in sample for label in row["labels"])
+        taught = sum(label == tokenizer.eos_token_id for row in sample for label in row["labels"])
         rows = [
             ("EOS, PAD", f"{eos}, {pad}"),
             ("chat template", "none" if tokenizer.chat_template is None else f"{len(tokenizer.chat_template)} characters"),
             (
                 "supervised tokens",
-                f"{supervised / max(tokens, 1):.1%} (of the first {len(self.sample)} rows), {taught} of them EOS",
+                f"{supervised / max(tokens, 1):.1%} (of the first {len(sample)} rows), {taught} of them EOS",
             ),
         ]
         if self.new_token_ids:

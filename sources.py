@@ -118,7 +118,7 @@ def load(source: Source, *, on_bad_row: str = "error", streaming: bool = False) 
     else:
         empty = len(dataset) == 0
         if source.max_samples is not None:
-            dataset = dataset.select(range(min(source.max_samples, len(dataset))))
+            dataset = dataset.take(source.max_samples)
     if empty:
         raise one_line(f"split {source.split!r} of {source.name} has no rows")
     return Loaded(source, dataset, skipped)
@@ -159,9 +159,8 @@ def locate(source: Source, example: dict) -> str | None:
         return None
     wanted = comparable(example, kind == "csv")
     for file in (file for name in names for file in found.get(name, [])):
-        with contextlib.suppress(
-            ValueError, OSError, EOFError, zlib.error
-        ):  # what follows an unreadable place cannot be searched
+        # What follows an unreadable place cannot be searched.
+        with contextlib.suppress(ValueError, OSError, EOFError, zlib.error):
             for where, row in plain_rows(file, kind):
                 if comparable(row, kind == "csv") == wanted:
                     return f"{file} {where}"

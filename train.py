@@ -65,9 +65,7 @@ def main(argv: list[str] | None = None) -> AdapterSFTTrainer:
             checkpoint.sweep(training_args.output_dir)
 
         # Tokenizer and data sets.
-        tokenizer, new_token_ids = prepare_tokenizer(model_args, training_args)
-        with turns.main_first():
-            prepared = data.prepare(data_args, training_args, tokenizer)
+        tokenizer, new_token_ids, prepared = prepare_data(model_args, data_args, training_args)
         if PartialState().is_main_process:
             data_report.show(prepared.report)
             data_report.write(prepared.report, training_args.output_dir)
@@ -175,15 +173,17 @@ def on_main(function, *args):
     return result
 
 
-def prepare_tokenizer(model_args, training_args):
-    """The tokenizer with its template, and the ids of the tokens added to it."""
-    return chat.prepare_tokenizer(
+def prepare_data(model_args, data_args, training_args):
+    """The tokenizer, the ids of the tokens added to it, and the data sets with the report on them."""
+    tokenizer, new_token_ids = chat.prepare_tokenizer(
         model_args.model_name_or_path,
         model_args.chat_template_format,
         model_args.model_revision,
         training_args.trust_remote_code,
         model_args.new_special_tokens,
     )
+    with turns.main_first():
+        return tokenizer, new_token_ids, data.prepare(data_args, training_args, tokenizer)
 
 
 def report_data(command: arguments.Command) -> None:
@@ -193,9 +193,7 @@ def report_data(command: arguments.Command) -> None:
     model_args, data_args, training_args = command.build()
     checks.check_ranges(model_args, training_args)
     checks.check_output(training_args)
-    tokenizer, _ = prepare_tokenizer(model_args, training_args)
-    with turns.main_first():
-        prepared = data.prepare(data_args, training_args, tokenizer)
+    *_, prepared = prepare_data(model_args, data_args, training_args)
     if PartialState().is_main_process:
         data_report.show(prepared.report)
         for path in data_report.write(prepared.report, training_args.output_dir):
