@@ -487,8 +487,15 @@ def check_choices(data_args, training_args) -> None:
             )
         if training_args.eval_packing is False:
             raise ValueError("--eval_packing False with --packing_strategy bfd_split would leave long rows whole: use bfd")
+    if training_args.max_length is None and data_args.truncation != "right":
+        raise ValueError(f"--truncation {data_args.truncation} has no effect without --max_length: drop one")
     if not data_args.streaming:
         return
+    if training_args.train_sampling_strategy != "random":
+        raise ValueError(
+            f"--train_sampling_strategy {training_args.train_sampling_strategy} has no effect with --streaming True, which "
+            "takes rows as they come: use --shuffle_buffer 1 for their order"
+        )
     if training_args.max_steps < 1 and not data_args.data_only:
         raise ValueError("--streaming True needs --max_steps: how many rows there are is not known")
     if data_args.eval_fraction is not None:
@@ -545,6 +552,7 @@ def _prepare_stream(work: Preparation, train_sources: list, eval_sources: list, 
         encode = EncodeStream(work, source, part.format)
         # A batch is tokenised whole before its first row is used, so a smaller one starts sooner.
         streams.append(stream.map(encode, batched=True, batch_size=100, remove_columns=rows.column_names, features=TOKENS))
+    work.check_text()
     sample = concatenate_datasets(samples)
     packed = work.pack(sample, args.packing)
     if len(streams) == 1:

@@ -302,6 +302,15 @@ def test_rows_without_supervision_are_dropped_or_stop_the_run(prepare, tmp_path)
         (dict(packing=True, packing_strategy="wrapped"), "lets rows attend to each other"),
         (dict(packing=True, packing_strategy="bfd_split", truncation="drop"), "--truncation drop has no effect with"),
         (dict(packing=True, max_length=None), "--packing True needs --max_length"),
+        (
+            dict(streaming=True, max_steps=1, control_tokens_in_text="keep"),
+            "--control_tokens_in_text has no effect on chats",
+        ),
+        (
+            dict(streaming=True, max_steps=1, train_sampling_strategy="sequential"),
+            "--train_sampling_strategy sequential has no",
+        ),
+        (dict(max_length=None, truncation="drop"), "--truncation drop has no effect without --max_length"),
         (dict(max_samples=0), "--max_samples 0 must be at least 1"),
         (dict(max_unsupervised=2.0), "--max_unsupervised 2.0 must be a share between 0 and 1"),
         (dict(streaming=True), "--streaming True needs --max_steps"),
