@@ -366,6 +366,30 @@ def meta_model(config: PretrainedConfig, trust_remote_code: bool = False, **opti
         return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
 
 
+def set_types(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Put a meta model's parameters into `dtype`, but those in float32 that its class keeps there."""
+    plan = model._get_dtype_plan(dtype)
+    if not plan:
+        return
+    pattern, kinds, _ = build_glob_alternation(list(plan))
+    for key, parameter in model.named_parameters():
+        found = pattern.search(key)
+        if found:
+            parameter.data = parameter.data.to(plan[kinds[found.lastgroup]])
+
+
+def replace_linear_layers(
+    model: PreTrainedModel, quantization: BitsAndBytesConfig, dtype: torch.dtype, stored_in_4bit: bool = False
+) -> None:
+    """Swap the linear layers of a meta model for bitsandbytes' own, still without memory."""
+    quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=stored_in_4bit)
+    quantizer.validate_environment()
+    with local_torch_dtype(dtype):  # its layers make their biases in the default type
+        quantizer.preprocess_model(model=model, dtype=dtype, device_map=None, checkpoint_files=[])
+    model.hf_quantizer = quantizer
+    quantizer.postprocess_model(model)
+
+
 def defer(
     name: str,
     config: PretrainedConfig,
@@ -396,20 +420,9 @@ def defer(
     model = meta_model(config, trust_remote_code, dtype=dtype, attn_implementation=attention)
     model.config.name_or_path = name
     groups = weights.match(model, checkpoint, stored_in_4bit)
-    plan = model._get_dtype_plan(dtype)
-    if plan:  # some layers stay in float32
-        pattern, kinds, _ = build_glob_alternation(list(plan))
-        for key, parameter in model.named_parameters():
-            found = pattern.search(key)
-            if found:
-                parameter.data = parameter.data.to(plan[kinds[found.lastgroup]])
+    set_types(model, dtype)
     if quantization is not None:
-        quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=stored_in_4bit)
-        quantizer.validate_environment()
-        with local_torch_dtype(dtype):  # its layers make their biases in the default type
-            quantizer.preprocess_model(model=model, dtype=dtype, device_map=None, checkpoint_files=[])
-        model.hf_quantizer = quantizer
-        quantizer.postprocess_model(model)
+        replace_linear_layers(model, quantization, dtype, stored_in_4bit)
     with contextlib.suppress(OSError):  # without the file, it is what the config says
         try:
             model.generation_config = GenerationConfig.from_pretrained(name, revision=revision)

@@ -237,20 +237,25 @@ def check_target_modules(value: str, model: PreTrainedModel) -> None:
             )
 
 
+def token_rows(new_token_ids: list[int], model: PreTrainedModel) -> dict[str, list[int]]:
+    """The rows to train of each embedding, by its name, as PEFT takes them: of both, or of the one if they are tied."""
+    names = {module: name.split(".")[-1] for name, module in model.named_modules()}
+    embeddings = [model.get_input_embeddings(), model.get_output_embeddings()]
+    tied = embeddings[1] is None or embeddings[0].weight is embeddings[1].weight
+    return {names[module]: new_token_ids for module in embeddings[: 1 if tied else 2]}
+
+
 def create_peft_config(model_args, new_token_ids: list[int], model: PreTrainedModel) -> LoraConfig | None:
     """The LoRA configuration, or None to train every weight. Rows of added tokens are trained and travel in the adapter."""
     if not model_args.use_peft_lora:
         return None
-    token_rows = None
+    rows = None
     if new_token_ids:
-        names = {module: name.split(".")[-1] for name, module in model.named_modules()}
-        embeddings = [model.get_input_embeddings(), model.get_output_embeddings()]
-        tied = embeddings[1] is None or embeddings[0].weight is embeddings[1].weight
-        token_rows = {names[module]: new_token_ids for module in embeddings[: 1 if tied else 2]}
-        if set(token_rows) & set(re.split(r"[^\w]+", model_args.lora_target_modules)):
+        rows = token_rows(new_token_ids, model)
+        if set(rows) & set(re.split(r"[^\w]+", model_args.lora_target_modules)):
             raise ValueError(
                 f"--lora_target_modules {model_args.lora_target_modules}: tokens were added, so rows of "
-                f"{' and '.join(token_rows)} are trained, and PEFT cannot adapt a layer in both ways; leave it out"
+                f"{' and '.join(rows)} are trained, and PEFT cannot adapt a layer in both ways; leave it out"
             )
     return LoraConfig(
         task_type="CAUSAL_LM",
@@ -260,6 +265,6 @@ def create_peft_config(model_args, new_token_ids: list[int], model: PreTrainedMo
         target_modules=target_modules(model_args.lora_target_modules),
         use_rslora=model_args.use_rslora,
         use_dora=model_args.use_dora,
-        trainable_token_indices=token_rows,
+        trainable_token_indices=rows,
         bias="none",
     )

@@ -1,0 +1,367 @@
+"""How much memory a launch takes, on each rank's device, in RAM and on disk, before anything is downloaded or allocated.
+
+    setup = memory.from_launch(...)          # what decides it
+    found = memory.estimate(setup)           # phases and terms, in bytes
+    memory.estimate(dataclasses.replace(setup, micro_batch=4))
+
+Shards, gathered layers and checkpoints are sums over the shapes of the model with its adapter; what a layer and the loss need
+for a micro-batch is read off a run of one layer without memory (`working_set.py`). `simulation.py` runs a whole step instead.
+Peak of a phase = what is held all the time + gathered weights + what earlier layers left + the working set of one layer.
+"""
+
+import functools
+import itertools
+from dataclasses import dataclass, field, replace
+
+import bitsandbytes
+import torch
+from peft import LoraConfig
+from torch import nn
+from transformers import PretrainedConfig
+
+import fake_model
+import loading
+import utils
+import working_set
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What decides how much memory a launch takes; `dataclasses.replace` makes a variant of it."""
+
+    skeleton: fake_model.Skeleton  # of the base model
+    strategy: str  # "FSDP1", "FSDP2", "DDP" or "one device"
+    ranks: int = 1
+    ranks_here: int = 1  # ranks on one machine
+    shard_ranks: int = 1  # ranks that a weight is sharded over
+    device: str = "cuda"  # or "cpu"
+    reshard_after_forward: bool = True
+    offload_params: bool = False
+    dtype: torch.dtype = torch.bfloat16  # of the base weights that are not quantised
+    quantization: str | None = None  # "nf4", "fp4" or "int8"
+    nested: bool = True
+    storage: torch.dtype = torch.bfloat16
+    compute: torch.dtype = torch.bfloat16  # that 4-bit weights are expanded to
+    mixed: torch.dtype | None = torch.bfloat16  # mixed precision
+    lora_r: int | None = 16  # None: every weight is trained
+    lora_dropout: float = 0.0
+    use_dora: bool = False
+    vocabulary: int = 0  # tokens of the tokenizer; the embeddings get rows for them
+    new_tokens: int = 0  # whose embedding rows are trained
+    optimizer: str = "adamw_torch_fused"
+    micro_batch: int = 1
+    eval_batch: int = 0  # 0: no evaluation
+    length: int = 2048  # tokens of a row
+    accumulation: int = 1
+    packing: bool = False
+    checkpointing: bool = True
+    offload_activations: bool = False
+    attention: str = "sdpa"  # or "eager", "flash_attention_2"
+    kept_checkpoints: int | None = None  # None: all of them
+    saves: int | None = None  # checkpoints that will be written; None: not known
+
+    @property
+    def config(self) -> PretrainedConfig:
+        return self.skeleton.model.config
+
+    @property
+    def sharded(self) -> bool:
+        return self.strategy.startswith("FSDP")
+
+    @property
+    def lora(self) -> LoraConfig | None:
+        if self.lora_r is None:
+            return None
+        return LoraConfig(
+            task_type="CAUSAL_LM",
+            r=self.lora_r,
+            lora_dropout=self.lora_dropout,
+            target_modules=utils.target_modules(self.skeleton.targets),
+            use_dora=self.use_dora,
+            trainable_token_indices=utils.token_rows(list(range(self.new_tokens)), self.skeleton.model)
+            if self.new_tokens
+            else None,
+        )
+
+
+# Optimizer state in multiples of the trained weights' bytes, by a part of the optimizer's name; the first that matches.
+OPTIMIZER_STATES = [("8bit", 0.5), ("4bit", 0.25), ("adafactor", 0), ("sgd", 0), ("lion", 1), ("adagrad", 1), ("rmsprop", 1), ("", 2)]
+
+
+@dataclass
+class Unit:
+    """A decoder layer, or what is outside of them. Bytes on one rank, wherever they are.
+
+    Attributes:
+        frozen, trained: of its weights; under FSDP of their shards.
+        gathered: of the weights that FSDP gathers together, in the type they are gathered in.
+        gradients: of its trained weights before they are reduced to shards.
+        statistics: of 4-bit weights, which every rank has whole.
+        trained_numel: trained elements, before sharding.
+        largest: of its largest weight, whole.
+    """
+
+    frozen: int = 0
+    trained: int = 0
+    gathered: int = 0
+    gradients: int = 0
+    statistics: int = 0
+    numel: int = 0
+    trained_numel: int = 0
+    largest: int = 0
+    largest_trained: int = 0
+
+    def __add__(self, other: "Unit") -> "Unit":
+        summed = {name: value + getattr(other, name) for name, value in vars(self).items()}
+        largest = {name: max(getattr(self, name), getattr(other, name)) for name in ("largest", "largest_trained")}
+        return Unit(**summed | largest)
+
+
+def unit_of(modules: list[tuple[str, nn.Module]], setup: Setup) -> Unit:
+    """The weights that these modules hold themselves, as one unit.
+
+    Under FSDP2 each weight is cut by rows. Under FSDP1 with LoRA the frozen weights are laid end to end and cut, and so is
+    each trained module on its own (PEFT's wrap policy); rows of added tokens stay whole (`peft_fsdp.replicate_token_rows`).
+    """
+    unit, flat, size_of_flat, seen = Unit(), 0, 1, set()
+    ranks, one = setup.shard_ranks if setup.sharded else 1, setup.strategy == "FSDP1"
+    for module_name, module in modules:
+        for parameter in module._parameters.values():
+            if parameter is None or id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            numel, size, trained = parameter.numel(), parameter.itemsize, parameter.requires_grad
+            gathered = numel * (setup.mixed.itemsize if setup.mixed is not None and parameter.is_floating_point() else size)
+            if one and setup.lora_r is not None and trained:
+                held = -(-numel // (1 if "trainable_tokens_delta" in module_name else ranks)) * size
+                gathered = 0  # while they are used, and a few kilobytes
+            elif one:
+                held, flat, size_of_flat = 0, flat + numel, size
+            else:
+                held = -(-parameter.shape[0] // ranks) * parameter.shape[1:].numel() * size
+            unit.trained += held if trained else 0
+            unit.frozen += 0 if trained else held
+            unit.gathered += gathered
+            unit.gradients += gathered if trained else 0
+            unit.numel += unpacked(module, parameter)
+            unit.trained_numel += numel if trained else 0
+            unit.largest = max(unit.largest, numel * size)
+            unit.largest_trained = max(unit.largest_trained, numel * size if trained else 0)
+        if isinstance(module, bitsandbytes.nn.Linear4bit):
+            unit.statistics += module.statistics.nbytes
+    if setup.lora_r is None:
+        unit.trained += -(-flat // ranks) * size_of_flat
+    else:
+        unit.frozen += -(-flat // ranks) * size_of_flat
+    return unit
+
+
+def unpacked(module: nn.Module, parameter: nn.Parameter) -> int:
+    """Elements of a parameter; of a packed 4-bit weight, of what it stands for."""
+    if isinstance(module, bitsandbytes.nn.Linear4bit) and parameter is module.weight:
+        return module.in_features * module.out_features
+    return parameter.numel()
+
+
+@functools.lru_cache(maxsize=64)
+def units_of(setup: Setup) -> tuple[dict[int, Unit], Unit, Unit]:
+    """The decoder layers by kind, the input embedding if FSDP2 makes it a unit of its own (else nothing), and the rest."""
+    model = fake_model.build(setup, sorted(set(setup.skeleton.kinds)))
+    fake_model.with_packed_weights(model, setup.storage, setup.nested)
+    layers = {kind: fake_model.layer(model, setup, kind) for kind in set(setup.skeleton.kinds)}
+    inside = {id(m): kind for kind, layer in layers.items() for m in layer.modules()}
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    apart = set()
+    if setup.strategy == "FSDP2" and head is not None and head.weight is not embedding.weight:
+        apart = {id(m) for m in embedding.modules()}
+    parts = {kind: [] for kind in layers} | {"embedding": [], "rest": []}
+    for name, module in model.named_modules():
+        parts["embedding" if id(module) in apart else inside.get(id(module), "rest")].append((name, module))
+    units = {kind: unit_of(modules, setup) for kind, modules in parts.items()}
+    embedding, rest = units.pop("embedding"), units.pop("rest")
+    return units, embedding, rest
+
+
+@dataclass
+class Estimate:
+    """Bytes of one launch.
+
+    Attributes:
+        phases: phase -> term -> bytes at its worst moment, on the device of the first rank.
+        ram: term -> bytes of RAM that one machine needs.
+        disk: term -> bytes.
+        parameters, trained: elements.
+    """
+
+    setup: Setup
+    phases: dict[str, dict[str, int]]
+    ram: dict[str, int] = field(default_factory=dict)
+    disk: dict[str, int] = field(default_factory=dict)
+    parameters: int = 0
+    trained: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def peak_phase(self) -> str:
+        return max(self.phases, key=lambda phase: sum(self.phases[phase].values()))
+
+    @property
+    def peak(self) -> int:
+        """Bytes allocated at the worst moment."""
+        return sum(self.phases[self.peak_phase].values())
+
+    def in_use(self) -> tuple[int, int]:
+        """What the driver will report, at least and at most: with the context, NCCL and what the allocator keeps."""
+        return int(LEAST_RESERVED * self.peak + CONTEXT[0]), int(MOST_RESERVED * self.peak + CONTEXT[1])
+
+    def verdict(self, capacity: int) -> str:
+        """"fits", "tight" or "does not fit" on a device with `capacity` bytes."""
+        if self.in_use()[0] > capacity:
+            return "does not fit"
+        return "fits" if COMFORTABLE * self.peak + sum(CONTEXT) / 2 <= capacity else "tight"
+
+
+# Not modelled: what a process holds beside its tensors (the CUDA context and NCCL's buffers, 1 to 2 GiB), and how much more
+# the allocator reserves than it has handed out. It gives cached blocks back before it fails, so most of it is not needed.
+CONTEXT = (1 * GIB, 2 * GIB)
+LEAST_RESERVED, COMFORTABLE, MOST_RESERVED = 1.05, 1.15, 1.4
+
+# A Python process with these libraries, without a weight; on a GPU machine with the CUDA libraries.
+PROCESS_RAM = {"cpu": 1 * GIB, "cuda": 3 * GIB}
+
+STASH = 5  # activations that TRL's offloading still holds on the device
+
+
+# Fields that change neither what a layer allocates nor the shards; reset, so that results are found again.
+NOT_OF_A_STEP = dict(optimizer="", eval_batch=0, accumulation=1, kept_checkpoints=None, saves=None, offload_params=False)
+NOT_OF_A_LAYER = NOT_OF_A_STEP | dict(ranks=1, ranks_here=1, shard_ranks=1, reshard_after_forward=True, micro_batch=1)
+NOT_OF_A_SHARD = NOT_OF_A_STEP | dict(micro_batch=1, length=1, packing=False, checkpointing=False, attention="sdpa")
+
+
+def estimate(setup: Setup) -> Estimate:
+    """Memory by formula. About a second for a setup of new shapes."""
+    units, embedding, rest = units_of(replace(setup, **NOT_OF_A_SHARD))
+    whole = sum((units[kind] for kind in setup.skeleton.kinds), embedding + rest)
+    trained = "adapter" if setup.lora_r is not None else "trained weights"
+    held = {"base weights": whole.frozen, "4-bit statistics": whole.statistics, trained: whole.trained}
+    loaded = held.copy()
+    held["gradients"] = whole.trained
+    held["optimizer state"] = optimizer_bytes(setup, whole.trained)
+    if setup.strategy == "DDP":
+        held["gradient buckets"] = whole.trained
+    offloaded = 0
+    if setup.offload_params:  # gradients and the optimizer's state follow
+        offloaded = sum(held.values()) - whole.statistics
+        held = loaded = {"4-bit statistics": whole.statistics}
+    layer = functools.partial(_working_set, replace(setup, **NOT_OF_A_LAYER))
+    moments = functools.partial(_step, setup, held, units, embedding, rest)
+    phases = {"load": loaded | {"one weight": _loading(setup, whole)}}
+    phases |= moments(layer(setup.micro_batch))
+    # Without a fused kernel Adam makes copies of what it updates.
+    copies = 0 if "fused" in setup.optimizer or setup.offload_params else whole.trained
+    phases["optimizer step"] = held | {"copies": copies}
+    if setup.eval_batch:
+        phases["evaluation"] = moments(layer(setup.eval_batch, training=False))["loss"]
+    phases["save"] = held | {"one gathered weight": whole.largest_trained}
+    return Estimate(
+        setup,
+        {phase: {term: size for term, size in terms.items() if size} for phase, terms in phases.items()},
+        _ram(setup, whole, offloaded, layer(setup.micro_batch)),
+        _disk(setup, whole),
+        whole.numel,
+        whole.trained_numel,
+    )
+
+
+def optimizer_bytes(setup: Setup, trained: int) -> int:
+    """Of a rank's optimizer state, for so many bytes of trained weights; most have two numbers for each weight."""
+    each = next(each for part, each in OPTIMIZER_STATES if part in setup.optimizer)
+    return int(trained * each)
+
+
+@functools.lru_cache(maxsize=64)
+def _working_set(setup: Setup, batch: int, training: bool = True) -> working_set.WorkingSet:
+    return working_set.trace(setup, batch, training)
+
+
+def _step(setup: Setup, held: dict[str, int], units: dict[int, Unit], embedding: Unit, rest: Unit, layer) -> dict:
+    """The worst moments of forward, loss and backward: phase -> term -> bytes."""
+    kinds = setup.skeleton.kinds
+    left = list(itertools.accumulate((layer.saved[kind] for kind in kinds), initial=layer.base))  # before layer i
+    if setup.offload_activations:
+        most = layer.base + (STASH + 1) * max(layer.saved.values())
+        left = [min(size, most) for size in left]
+    gathered = [units[kind].gathered for kind in kinds] if setup.sharded else [0] * len(kinds)
+    outside = rest.gathered if setup.sharded else 0
+    first = embedding.gathered if setup.sharded else 0
+    kept = sum(gathered) if not setup.reshard_after_forward else None
+    name = "activation checkpoints" if setup.checkpointing else "activations"
+
+    def worst(moments) -> dict[str, int]:
+        terms = [
+            held
+            | {"gathered layers": layers if kept is None else kept, "gathered embeddings": root, name: before, work: size}
+            for layers, root, before, work, size in moments
+        ]
+        return max(terms, key=lambda each: sum(each.values()))
+
+    last = len(kinds) - 1
+    forward, backward = [], []
+    if setup.strategy == "FSDP2" and first:
+        # FSDP2 gathers into a buffer and copies out of it; in the forward it keeps the buffer until the next copy is made.
+        forward.append((0, 2 * outside + 2 * first, layer.base, "working set", 0))
+        backward.append((0, outside + 2 * first, layer.base, "working set", 0))
+    for i, kind in enumerate(kinds):
+        after = gathered[i + 1] if i < last else 0  # gathered while this one computes
+        forward.append((gathered[i] + after, outside, left[i], "working set", layer.forward[kind]))
+        if setup.strategy == "FSDP2":
+            buffer = gathered[i - 1] if i else 0
+            forward.append((buffer + 2 * gathered[i], outside + (0 if i else first), left[i], "working set", 0))
+        if layer.backward:
+            before = gathered[i - 1] if i else first
+            reduced = units[kind].gradients + rest.gradients if setup.sharded else 0
+            working = layer.backward[kind] + reduced
+            backward.append((gathered[i] + before, outside, left[i + 1], "working set", working))
+    return {
+        "forward": worst(forward),
+        "loss": worst([(gathered[last] if setup.strategy == "FSDP2" else 0, outside, left[-1], "loss", layer.loss)]),
+    } | ({"backward": worst(backward)} if layer.backward else {})
+
+
+def _loading(setup: Setup, whole: Unit) -> int:
+    """What filling the shards takes beside them: see `loading.py`. Without FSDP nothing, for the model is moved whole."""
+    if not setup.sharded:
+        return 0
+    block = loading.CHUNK if setup.device == "cpu" else loading.CHUNK_ON_ACCELERATOR
+    if setup.quantization is None:
+        return block // 4 * 4
+    return whole.largest + block * 4
+
+
+def _ram(setup: Setup, whole: Unit, offloaded: int, layer) -> dict[str, int]:
+    """Bytes of RAM on one machine; pages of files that are being read are not counted, they can be dropped."""
+    terms = {"processes": PROCESS_RAM["cpu" if setup.device == "cpu" else "cuda"] * setup.ranks_here}
+    if setup.sharded:
+        terms["loading: one block for each rank"] = 2 * loading.CHUNK_ON_ACCELERATOR * 4 * setup.ranks_here
+    elif setup.device != "cpu" and setup.quantization is None:
+        terms["loading: the model for each rank"] = (whole.frozen + whole.trained) * setup.ranks_here
+    terms["offloaded weights, gradients and optimizer state"] = offloaded * setup.ranks_here
+    if setup.offload_activations:
+        saved = sum(layer.saved[kind] for kind in setup.skeleton.kinds)
+        terms["offloaded activations"] = saved * setup.ranks_here
+    return {term: size for term, size in terms.items() if size}
+
+
+def _disk(setup: Setup, whole: Unit) -> dict[str, int]:
+    """Bytes on disk: the checkpoint of the base model, and what the run writes."""
+    stored = whole.numel * 2
+    adapter = whole.trained_numel * 4
+    state = optimizer_bytes(setup, adapter)
+    terms = {"base model, 16 bit": stored, "result": adapter, "one checkpoint": adapter + state}
+    if setup.saves is not None:
+        kept = setup.saves if setup.kept_checkpoints is None else min(setup.saves, setup.kept_checkpoints)
+        terms["checkpoints kept"] = kept * (adapter + state)
+    return terms
