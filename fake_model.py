@@ -22,6 +22,7 @@ import trl.kernels.chunked_logprob as logprob_kernels
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
@@ -133,10 +134,11 @@ def build(setup, indices: list[int]) -> nn.Module:
     return model
 
 
-def layer(model: nn.Module, setup, index: int) -> nn.Module:
-    """A decoder layer of a built model, by its index."""
-    ending = f"{setup.skeleton.list_name}.{index}"
-    return next(module for name, module in model.named_modules() if name == ending or name.endswith("." + ending))
+def layers(model: nn.Module, setup, indices: list[int]) -> list[nn.Module]:
+    """Decoder layers of a built model, by their indices."""
+    modules = dict(model.named_modules())
+    name = next(name for name in modules if f".{name}".endswith(f".{setup.skeleton.list_name}"))
+    return [modules[f"{name}.{index}"] for index in indices]
 
 
 def grow_vocabulary(model: PreTrainedModel, rows: int) -> None:
@@ -266,10 +268,16 @@ def materialise(model: nn.Module, dtype: torch.dtype | None = None) -> None:
 
 
 class AllocationTracker(TorchDispatchMode):
-    """Bytes of the tensors that were made while it is open and are still there, and their peak."""
+    """Bytes of the tensors that were made while it is open and are still there, and their peak.
 
-    def __init__(self):
+    Args:
+        late: count memory that FSDP1 gives back until it gives back as much again. On an accelerator it gives a unit back
+            while the unit is still computed with (`record_stream`), so the memory is not free when the next is gathered.
+    """
+
+    def __init__(self, late: bool = False):
         super().__init__()
+        self._late: list[int] | None = [] if late else None
         self.current = self.peak = self._since = 0
         self._sizes: dict[int, int] = {}  # of each storage that is there, by id
 
@@ -277,6 +285,11 @@ class AllocationTracker(TorchDispatchMode):
         """Count from here on."""
         self.current = self.peak = 0
         self._since += 1
+
+    def settle(self) -> None:
+        """Everything is computed, so what was given back late is free."""
+        if self._late:
+            self.current, self._late = self.current - sum(self._late), []
 
     def take_peak(self) -> int:
         """The peak since it was last taken."""
@@ -291,8 +304,13 @@ class AllocationTracker(TorchDispatchMode):
             before = storage.nbytes()
             resize(storage, size)
             if id(storage) in self._sizes:
-                self._sizes[id(storage)] += storage.nbytes() - before
-                self._change(storage.nbytes() - before)
+                change = storage.nbytes() - before
+                self._sizes[id(storage)] += change
+                if self._late is not None and change < 0:
+                    now = [size for size in self._late if size <= -change]
+                    self._late = [size for size in self._late if size > -change] + [-change]
+                    change = -sum(now)
+                self._change(change)
 
         torch.UntypedStorage.resize_ = counted
         return super().__enter__()
@@ -302,9 +320,11 @@ class AllocationTracker(TorchDispatchMode):
         return super().__exit__(*exception)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if DTensor in types:  # it comes back with what the rank holds
+            return NotImplemented
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor):
                 self._add(tensor.untyped_storage())
         return result
 
@@ -323,6 +343,55 @@ class AllocationTracker(TorchDispatchMode):
     def _change(self, size: int) -> None:
         self.current += size
         self.peak = max(self.peak, self.current)
+
+
+class Segments:
+    """Peaks of one forward and backward, between the moments at which decoder layers begin and end. Bytes in all.
+
+    Attributes:
+        levels: before each layer, and after the last: what is there then.
+        before, loss: the peak before the first layer, and from the last one's output to its gradient.
+        forward, backward: of each layer, by its position.
+    """
+
+    def __init__(self, model: nn.Module, layers: list[nn.Module], tracker: AllocationTracker):
+        self.levels, self.forward, self.backward, self.before, self.loss = [], {}, {}, 0, 0
+        self._tracker, self._count, self._model, self.gradients = tracker, len(layers), model, {}
+        tracker.settle()
+        tracker.take_peak()
+        for module in model.modules():
+            module.register_forward_pre_hook(functools.partial(self._reach, len(layers)), prepend=True)
+        for position, layer in enumerate(layers):
+            layer.register_forward_pre_hook(functools.partial(self._reach, position), prepend=True)
+            layer.register_forward_hook(functools.partial(self._leave, position))
+
+    def _reach(self, position, *_):
+        if position != len(self.levels) or position != len(self.forward):
+            return  # the recomputation, or a module inside of a layer
+        self.levels.append(self._tracker.current)  # by now what only the caller of the layer before held is freed
+        peak = self._tracker.take_peak()
+        self.before = self.before or peak
+        if position == self._count:
+            self._tracker.settle()
+
+    def _leave(self, position, layer, args, output):
+        if position == len(self.forward):
+            self.forward[position] = self._tracker.take_peak()
+            output = output[0] if isinstance(output, tuple) else output
+            if output.requires_grad:  # when its gradient is there, the backward of what follows has ended
+                output.register_hook(functools.partial(self._end, position + 1))
+
+    def _end(self, position, *_):
+        peak = self._tracker.take_peak()
+        if position == self._count:
+            self.loss = peak
+        else:
+            self.backward[position] = peak
+        self.gradients[position - 1] = sum(p.grad.nbytes for p in self._model.parameters() if p.grad is not None)
+
+    def finish(self, trained: bool = True) -> None:
+        """After the backward, or after the forward if there is none."""
+        self._end(0 if trained else self._count)
 
 
 def inputs(setup, batch: int) -> dict[str, torch.Tensor]:

@@ -70,6 +70,11 @@ class Setup:
     def sharded(self) -> bool:
         return self.strategy.startswith("FSDP")
 
+    def embedding_apart(self, model: nn.Module) -> bool:
+        """Whether the input embedding is a unit of its own: under FSDP2, unless it is tied to the output's."""
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        return self.strategy == "FSDP2" and head is not None and head.weight is not embedding.weight
+
     @property
     def lora(self) -> LoraConfig | None:
         if self.lora_r is None:
@@ -170,13 +175,11 @@ def units_of(setup: Setup) -> tuple[dict[int, Unit], Unit, Unit]:
     """The decoder layers by kind, the input embedding if FSDP2 makes it a unit of its own (else nothing), and the rest."""
     model = fake_model.build(setup, sorted(set(setup.skeleton.kinds)))
     fake_model.with_packed_weights(model, setup.storage, setup.nested)
-    layers = {kind: fake_model.layer(model, setup, kind) for kind in set(setup.skeleton.kinds)}
+    kinds = sorted(set(setup.skeleton.kinds))
+    layers = dict(zip(kinds, fake_model.layers(model, setup, kinds), strict=True))
     inside = {id(m): kind for kind, layer in layers.items() for m in layer.modules()}
     embedding = model.get_input_embeddings()
-    head = model.get_output_embeddings()
-    apart = set()
-    if setup.strategy == "FSDP2" and head is not None and head.weight is not embedding.weight:
-        apart = {id(m) for m in embedding.modules()}
+    apart = {id(m) for m in embedding.modules()} if setup.embedding_apart(model) else set()
     parts = {kind: [] for kind in layers} | {"embedding": [], "rest": []}
     for name, module in model.named_modules():
         parts["embedding" if id(module) in apart else inside.get(id(module), "rest")].append((name, module))
@@ -248,21 +251,22 @@ def estimate(setup: Setup) -> Estimate:
     trained = "adapter" if setup.lora_r is not None else "trained weights"
     held = {"base weights": whole.frozen, "4-bit statistics": whole.statistics, trained: whole.trained}
     loaded = held.copy()
-    held["gradients"] = whole.trained
     held["optimizer state"] = optimizer_bytes(setup, whole.trained)
     if setup.strategy == "DDP":
         held["gradient buckets"] = whole.trained
     offloaded = 0
     if setup.offload_params:  # gradients and the optimizer's state follow
-        offloaded = sum(held.values()) - whole.statistics
+        offloaded = sum(held.values()) + whole.trained - whole.statistics
         held = loaded = {"4-bit statistics": whole.statistics}
     layer = functools.partial(_working_set, replace(setup, **NOT_OF_A_LAYER))
     moments = functools.partial(_step, setup, held, units, embedding, rest)
     phases = {"load": loaded | {"one weight": _loading(setup, whole)}}
     phases |= moments(layer(setup.micro_batch))
     # Without a fused kernel Adam makes copies of what it updates.
-    copies = 0 if "fused" in setup.optimizer or setup.offload_params else whole.trained
-    phases["optimizer step"] = held | {"copies": copies}
+    update = {} if setup.offload_params else {"gradients": whole.trained}
+    if not ("fused" in setup.optimizer or setup.offload_params):
+        update["copies"] = whole.trained
+    phases["optimizer step"] = held | update
     if setup.eval_batch:
         phases["evaluation"] = moments(layer(setup.eval_batch, training=False))["loss"]
     phases["save"] = held | {"one gathered weight": whole.largest_trained}
@@ -300,35 +304,40 @@ def _step(setup: Setup, held: dict[str, int], units: dict[int, Unit], embedding:
     kept = sum(gathered) if not setup.reshard_after_forward else None
     name = "activation checkpoints" if setup.checkpointing else "activations"
 
-    def worst(moments) -> dict[str, int]:
+    # Of weights whose backward has run; all of them while gradients of earlier micro-batches are kept.
+    trained = [units[kind].trained for kind in kinds]
+    everything = sum(trained) + rest.trained + embedding.trained
+    early = everything if setup.accumulation > 1 else 0
+
+    def worst(moments, gradients) -> dict[str, int]:
         terms = [
             held
+            | {"gradients": 0 if setup.offload_params else summed}
             | {"gathered layers": layers if kept is None else kept, "gathered embeddings": root, name: before, work: size}
-            for layers, root, before, work, size in moments
+            for (layers, root, before, work, size), summed in zip(moments, gradients, strict=True)
         ]
         return max(terms, key=lambda each: sum(each.values()))
 
-    last = len(kinds) - 1
-    forward, backward = [], []
-    if setup.strategy == "FSDP2" and first:
-        # FSDP2 gathers into a buffer and copies out of it; in the forward it keeps the buffer until the next copy is made.
-        forward.append((0, 2 * outside + 2 * first, layer.base, "working set", 0))
-        backward.append((0, outside + 2 * first, layer.base, "working set", 0))
+    last, two = len(kinds) - 1, setup.strategy == "FSDP2"
+    forward, backward, reduced = [], [], []
     for i, kind in enumerate(kinds):
         after = gathered[i + 1] if i < last else 0  # gathered while this one computes
         forward.append((gathered[i] + after, outside, left[i], "working set", layer.forward[kind]))
-        if setup.strategy == "FSDP2":
+        if two:  # gathers into a buffer and copies out of it; in the forward it keeps the buffer until the next copy is made
             buffer = gathered[i - 1] if i else 0
             forward.append((buffer + 2 * gathered[i], outside + (0 if i else first), left[i], "working set", 0))
         if layer.backward:
             before = gathered[i - 1] if i else first
-            reduced = units[kind].gradients + rest.gradients if setup.sharded else 0
-            working = layer.backward[kind] + reduced
-            backward.append((gathered[i] + before, outside, left[i + 1], "working set", working))
-    return {
-        "forward": worst(forward),
-        "loss": worst([(gathered[last] if setup.strategy == "FSDP2" else 0, outside, left[-1], "loss", layer.loss)]),
-    } | ({"backward": worst(backward)} if layer.backward else {})
+            root = outside + (rest.gradients if setup.sharded else 0)  # reduced at the end
+            backward.append((gathered[i] + before, root, left[i + 1], "working set", layer.backward[kind]))
+            reduced.append(early or sum(trained[i + 1 :]) + (0 if setup.sharded else rest.trained))
+    if two and first:  # at either end of a step
+        forward.append((0, 2 * outside + 2 * first, layer.base, "working set", 0))
+        backward.append((0, outside + 2 * first, layer.base, "working set", 0))
+        reduced.append(everything)
+    loss = [(gathered[last] if two else 0, outside, left[-1], "loss", layer.loss)]
+    phases = {"forward": worst(forward, [early] * len(forward)), "loss": worst(loss, [early])}
+    return phases | ({"backward": worst(backward, reduced)} if layer.backward else {})
 
 
 def _loading(setup: Setup, whole: Unit) -> int:

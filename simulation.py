@@ -1,19 +1,22 @@
 """One training step of rank 0 without memory, sharded by FSDP itself: the peak that `memory.py` computes with formulas.
 
 The ranks are pretended (torch's "fake" process group) and tensors have no memory, so a laptop can be rank 0 of 64 GPUs. A step
-of a few decoder layers and of a few more is run under PyTorch's own memory tracker; the peak grows by the same amount with
-each layer, so the rest is extrapolated. A 70B takes about a quarter of a minute.
+of a few decoder layers and one of a few more are run. The peak of each part of a step (the first layer's forward, the loss, the
+last layer's backward, ...) grows by the same amount with each layer, so the rest is extrapolated. A 70B takes ten seconds.
 """
 
 import contextlib
+import gc
 import math
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
-from torch.distributed._tools.mem_tracker import MemTracker
+from peft.utils.other import fsdp_auto_wrap_policy
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fake_model
@@ -23,18 +26,15 @@ SHORT, LONG = 2, 6  # decoder layers that are run
 
 
 def simulate(setup) -> int:
-    """The peak of bytes allocated on rank 0's device in a step that is not the first, for a `memory.Setup`.
-
-    The peak of each module is extrapolated on its own: in a shallow model the worst moment may be in another place.
-    """
+    """The peak of bytes allocated on rank 0's device in a step that is not the first, for a `memory.Setup`."""
     kinds = setup.skeleton.kinds
     start, period = pattern(kinds)
     short = start + period * math.ceil(SHORT / period)
     long = short + period * math.ceil((LONG - SHORT) / period)
     if long >= len(kinds):
-        return max(_step(setup, len(kinds)).values())
-    few, more = _step(setup, short), _step(setup, long)
-    return max(more[at] + round((more[at] - few[at]) / (long - short) * (len(kinds) - long)) for at in few)
+        return max(step(setup, len(kinds)).values())
+    few, more = step(setup, short), step(setup, long)
+    return max(more[part] + round((more[part] - few[part]) / (long - short) * (len(kinds) - long)) for part in few)
 
 
 def pattern(kinds: list[int]) -> tuple[int, int]:
@@ -47,8 +47,8 @@ def pattern(kinds: list[int]) -> tuple[int, int]:
 
 
 @contextlib.contextmanager
-def pretended(ranks: int):
-    """A process group in which this process is rank 0 and the others answer at once; none if there are no others."""
+def pretended(ranks: int) -> Iterator[None]:
+    """A process group in which this process is rank 0 and the others answer at once."""
     if dist.is_initialized():
         raise RuntimeError("a simulation makes its own process group: run it outside of a launch")
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
@@ -58,45 +58,66 @@ def pretended(ranks: int):
         dist.destroy_process_group()
 
 
-def _step(setup, depth: int) -> dict[str | int, int]:
-    """The peak of the step, and while decoder layers are at work, counted from the first (0) and the last (-1)."""
-    indices = list(range(depth))
-    model = fake_model.build(setup, indices)
+def step(setup, depth: int) -> dict[str, int]:
+    """The peaks of a step with so many decoder layers: part of the step -> bytes."""
+    model = fake_model.build(setup, list(range(depth)))
     fake_model.with_packed_weights(model, setup.storage, setup.nested)
+    layers = fake_model.layers(model, setup, list(range(depth)))
     with contextlib.ExitStack() as stack:
         if setup.sharded:
             stack.enter_context(pretended(setup.shard_ranks))
             mesh = init_device_mesh("cpu", (setup.shard_ranks,))
         stack.enter_context(fake_model.without_memory(setup.device))
+        tracker = stack.enter_context(fake_model.AllocationTracker(late=setup.strategy == "FSDP1"))
         fake_model.materialise(model)
         if setup.sharded:
-            shard(model, setup, indices, mesh)
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(trained)
+            model = (wrap if setup.strategy == "FSDP1" else shard)(model, setup, layers, mesh)
+        gc.collect()
+        held = tracker.current
+        optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad])
         batch = fake_model.inputs(setup, setup.micro_batch)
-        tracker = FSDPMemTracker(model, optimizer)
-        tracker.track_inputs(tuple(batch.values()))
-        with tracker:
-            for _ in range(2):  # the first makes the optimizer's state
-                tracker.reset_mod_stats()
-                working_set.forward(model, setup, batch).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        peaks = {module: sum(stats.local_peak.values()) for module, stats in tracker.memory_tracking.items()}
-        step = sum(terms["Total"] for terms in tracker.get_tracker_snapshot("peak").values())
-    layers = [peaks[fake_model.layer(model, setup, index)] for index in indices]
-    half = SHORT // 2
-    return {"step": step, **dict(enumerate(layers[:half])), **{i - half: p for i, p in enumerate(layers[-half:])}}
+        train(model, setup, batch, optimizer)  # makes the optimizer's state
+        gc.collect()
+        seen = fake_model.Segments(model, layers, tracker)
+        working_set.forward(model, setup, batch).backward()
+        seen.finish()
+        optimizer.step()
+        last = tracker.take_peak()
+    ends = {"first": 0, "last": depth - 1}
+    return (
+        {"held": held, "before": seen.before, "loss": seen.loss, "optimizer step": last}
+        | {f"forward of the {name} layer": seen.forward[position] for name, position in ends.items()}
+        | {f"backward of the {name} layer": seen.backward[position] for name, position in ends.items()}
+    )
 
 
-def shard(model, setup, indices: list[int], mesh) -> None:
-    """Wrap as Accelerate and `peft_fsdp.let_the_root_hold_the_head` do under FSDP2; FSDP1's root holds the embedding too."""
-    policy = MixedPrecisionPolicy(param_dtype=setup.mixed, reduce_dtype=setup.mixed)
-    for index in indices:
-        fully_shard(
-            fake_model.layer(model, setup, index), mesh=mesh, mp_policy=policy, reshard_after_forward=setup.reshard_after_forward
-        )
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if setup.strategy == "FSDP2" and head is not None and head.weight is not embedding.weight:
-        fully_shard(embedding, mesh=mesh, mp_policy=policy, reshard_after_forward=setup.reshard_after_forward)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+def train(model: nn.Module, setup, batch: dict, optimizer) -> None:
+    """One step: forward, backward, update."""
+    working_set.forward(model, setup, batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def shard(model: nn.Module, setup, layers: list[nn.Module], mesh) -> nn.Module:
+    """Wrap for FSDP2 as Accelerate and `peft_fsdp.let_the_root_hold_the_head` do."""
+    kept = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=setup.mixed, reduce_dtype=setup.mixed)}
+    kwargs = {**kept, "reshard_after_forward": setup.reshard_after_forward}
+    for layer in layers:
+        fully_shard(layer, **kwargs)
+    if setup.embedding_apart(model):
+        fully_shard(model.get_input_embeddings(), **kwargs)
+    return fully_shard(model, **kept)
+
+
+def wrap(model: nn.Module, setup, layers: list[nn.Module], mesh) -> nn.Module:
+    """Wrap for FSDP1 as `train.py` does with LoRA."""
+    return FSDP(
+        model,
+        device_mesh=mesh,
+        sharding_strategy=ShardingStrategy.FULL_SHARD if setup.reshard_after_forward else ShardingStrategy.SHARD_GRAD_OP,
+        auto_wrap_policy=fsdp_auto_wrap_policy(model),
+        use_orig_params=False,
+        mixed_precision=MixedPrecision(param_dtype=setup.mixed, reduce_dtype=setup.mixed),
+        ignored_modules=[module for name, module in model.named_modules() if name.endswith("trainable_tokens_delta")],
+        device_id=torch.device("cpu"),
+    )

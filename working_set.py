@@ -4,7 +4,6 @@ One layer of each kind runs unsharded, on tensors of the real size that have no 
 Everything that grows with the depth or is shared among ranks is added by `memory.py`, with formulas.
 """
 
-import functools
 from dataclasses import dataclass, field
 
 import torch
@@ -39,60 +38,28 @@ def trace(setup, batch: int, training: bool = True) -> WorkingSet:
         training: False for an evaluation, which keeps nothing for a backward.
     """
     # Of each kind the last, and before them the first of all, whose input is kept by others and may need no gradient.
-    kinds = {index: kind for index, kind in enumerate(setup.skeleton.kinds)}
+    kinds = dict(enumerate(setup.skeleton.kinds))
     indices = sorted({0, *{kind: index for index, kind in kinds.items()}.values()})
     model = fake_model.build(setup, indices)
     fake_model.with_packed_weights(model, setup.storage, setup.nested)
-    found, last = WorkingSet(), len(indices)
-    left, done, gradients = [], 0, 0  # bytes before each layer and after the last; layers run; gradients of weights so far
     with fake_model.without_memory(setup.device), fake_model.AllocationTracker() as tracker:
         # Under FSDP a layer computes with the weights in the type in which they are gathered.
         fake_model.materialise(model, setup.mixed if setup.sharded else None)
         tracker.reset()
-
-        def reach(position, *_):
-            if position != len(left) or position != done:
-                return  # the recomputation, or a module inside of a layer
-            left.append(tracker.current)
-            if position == 0:
-                found.base = tracker.current
-            else:  # only now is freed what the caller of the layer held
-                found.saved[kinds[indices[position - 1]]] = left[position] - left[position - 1]
-            tracker.take_peak()
-
-        def leave(position, layer, args, output):
-            nonlocal done
-            if position != done:
-                return
-            done += 1
-            found.forward[kinds[indices[position]]] = tracker.take_peak() - left[position]
-            output = output[0] if isinstance(output, tuple) else output
-            if output.requires_grad:  # when its gradient is there, the backward of what follows has ended
-                output.register_hook(functools.partial(end_backward, position + 1))
-
-        def end_backward(position, *_):
-            nonlocal gradients
-            peak = tracker.take_peak()
-            if position == last:
-                found.loss = peak - left[last]
-            else:  # gradients are counted with what is held
-                found.backward[kinds[indices[position]]] = peak - left[position + 1] - gradients
-                gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
-
-        for module in model.modules():
-            module.register_forward_pre_hook(functools.partial(reach, last))
-        for position, index in enumerate(indices):
-            layer = fake_model.layer(model, setup, index)
-            layer.register_forward_pre_hook(functools.partial(reach, position))
-            layer.register_forward_hook(functools.partial(leave, position))
+        seen = fake_model.Segments(model, fake_model.layers(model, setup, indices), tracker)
         batch = fake_model.inputs(setup, batch)
+        with torch.set_grad_enabled(training):
+            loss = forward(model, setup, batch)
         if training:
-            forward(model, setup, batch).backward()
-            end_backward(0)
-        else:
-            with torch.no_grad():
-                forward(model, setup, batch)
-            end_backward(last)
+            loss.backward()
+        seen.finish(training)
+    found = WorkingSet(base=seen.levels[0], loss=seen.loss - seen.levels[-1])
+    for position, index in enumerate(indices):
+        kind = kinds[index]
+        found.saved[kind] = seen.levels[position + 1] - seen.levels[position]
+        found.forward[kind] = seen.forward[position] - seen.levels[position]
+        if training:  # gradients of weights are counted with what is held
+            found.backward[kind] = seen.backward[position] - seen.levels[position + 1] - seen.gradients[position]
     return found
 
 
