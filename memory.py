@@ -335,7 +335,7 @@ def _step(setup: Setup, held: dict[str, int], units: dict[int, Unit], embedding:
         forward.append((0, 2 * outside + 2 * first, layer.base, "working set", 0))
         backward.append((0, outside + 2 * first, layer.base, "working set", 0))
         reduced.append(everything)
-    loss = [(gathered[last] if two else 0, outside, left[-1], "loss", layer.loss)]
+    loss = [(gathered[last], outside, left[-1], "loss", layer.loss)]
     phases = {"forward": worst(forward, [early] * len(forward)), "loss": worst(loss, [early])}
     return phases | ({"backward": worst(backward, reduced)} if layer.backward else {})
 
