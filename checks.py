@@ -319,17 +319,17 @@ def fsdp_problems(model_args, training_args, fsdp: FsdpSettings | None, config, 
     yield from fsdp_value_problems(fsdp)
     if fsdp.version == 1 and fsdp.use_orig_params and not model_args.use_peft_lora:
         yield (
-            "fsdp_use_orig_params: true in the Accelerate config (as also where the key is missing) is not supported under "
-            "FSDP1, whose shards are loaded flat: set fsdp_use_orig_params: false, or use an FSDP2 config"
+            "fsdp_use_orig_params: true in the Accelerate config (or a missing key, which means true) is not supported "
+            "under FSDP1, whose shards are loaded flat: set fsdp_use_orig_params: false, or use an FSDP2 config"
         )
     if fsdp.version == 1 and fsdp.use_orig_params:
         parameters = sum(p.numel() for p in meta().parameters())
         world = int(os.environ.get("WORLD_SIZE", "1"))
         yield (
-            "fsdp_use_orig_params: true in the Accelerate config (as also where the key is missing) loses LoRA's memory "
-            "saving under FSDP1: every unit mixes trained and frozen weights, so gradients are allocated for the frozen ones "
-            f"too, here {parameters * 2 / world / 2**30:.2g} GiB per rank in 16 bit ({parameters / 1e9:.3g}B parameters on "
-            f"{world} ranks); set fsdp_use_orig_params: false"
+            "fsdp_use_orig_params: true in the Accelerate config (or a missing key, which means true) loses LoRA's memory "
+            "saving under FSDP1: every unit mixes trained and frozen weights, so gradients are allocated for the frozen "
+            f"ones too, here {parameters * 2 / world / 2**30:.2g} GiB per rank ({parameters / 1e9:.3g}B parameters in 16 "
+            f"bit on {world} ranks); set fsdp_use_orig_params: false"
         )
     if fsdp.version == 1 and fsdp.hybrid and (training_args.use_cpu or os.environ.get("LOCAL_WORLD_SIZE", "1") == "1"):
         # FSDP counts accelerators for the size of a machine; with one, every rank would train for itself.

@@ -22,13 +22,16 @@ from packaging.requirements import Requirement
 import chat
 import checks
 import data
-from errors import nearest, refusals
+from errors import nearest, raise_first, refusals
 from launch import Launch
 
 GRADES = ("error", "warning", "advice")
 LORA_RATES, FULL_RATES = (1e-6, 1e-2), (1e-8, 1e-3)  # learning rates outside of these are seldom meant
 LONG_RUN_STEPS = 500
-FSDP1_ONLY = "fsdp_sharding_strategy fsdp_use_orig_params fsdp_sync_module_states fsdp_backward_prefetch fsdp_forward_prefetch".split()
+FSDP1_ONLY = [
+    "fsdp_sharding_strategy", "fsdp_use_orig_params", "fsdp_sync_module_states", "fsdp_backward_prefetch",
+    "fsdp_forward_prefetch",
+]  # fmt: skip
 
 
 @dataclass
@@ -47,6 +50,12 @@ class Finding:
     @property
     def line(self) -> str:
         return ": ".join(part for part in (self.what, self.why, self.change) if part)
+
+
+def notes(found: list[Finding]) -> list[str]:
+    """The findings as lines for the health check; an error is raised as ValueError."""
+    raise_first(finding.line for finding in found if finding.grade == "error")
+    return [finding.line for finding in found]
 
 
 def collect(
@@ -180,9 +189,7 @@ def check_schedule(training_args, rows: int | None) -> list[Finding]:
     micro = training_args.per_device_train_batch_size * training_args.world_size
     batch = micro * training_args.gradient_accumulation_steps
     if rows is not None and rows < micro and training_args.dataloader_drop_last:
-        what = (
-            f"{rows} rows are fewer than the {micro} that all processes take at once, and --dataloader_drop_last drops them"
-        )
+        what = f"{rows} rows are fewer than the {micro} of one batch on all processes, and --dataloader_drop_last drops them"
         return [Finding("error", what, "there is nothing to train on", "--dataloader_drop_last False")]
     if rows is not None and rows < batch:
         what = f"{rows} rows are fewer than the {batch} of one step"
@@ -205,7 +212,7 @@ def check_schedule(training_args, rows: int | None) -> list[Finding]:
         found.append(Finding("warning", what, "an interrupted run starts anew", "--save_strategy steps"))
     if training_args.eval_strategy == "steps" and every(training_args.eval_steps, steps) > steps:
         what = f"--eval_steps {training_args.eval_steps:g} is more than the {steps} steps of the run"
-        found.append(Finding("warning", what, "nothing is evaluated on the way", f"--eval_steps {max(steps // 4, 1)}"))
+        found.append(Finding("advice", what, "it is evaluated at the end only", f"--eval_steps {max(steps // 4, 1)}"))
     if training_args.logging_strategy == "steps" and every(training_args.logging_steps, steps) > steps:
         what = f"--logging_steps {training_args.logging_steps:g} is more than the {steps} steps of the run"
         found.append(Finding("advice", what, "no loss is printed on the way", "--logging_steps 1"))
@@ -345,13 +352,9 @@ def _bitsandbytes(use_cpu: bool) -> list[Finding]:
 def _to_check_there(launch: Launch, model_args) -> list[Finding]:
     found = []
     if launch.counted:
-        what = (
-            f"neither a config nor --num_processes was given, so {launch.processes} process(es) were counted on this machine"
-        )
+        what = f"there is no config and no --num_processes, so {launch.processes} process(es) were counted on this machine"
         found.append(Finding("advice", what, "Accelerate counts the devices where it is started", "--num_processes N"))
     if model_args.use_flash_attn:
         what = "--use_flash_attn True needs flash-attn or kernels on the machine it runs on"
-        found.append(
-            Finding("advice", what, "to check there", "pip install -r requirements-gpu.txt, or pip install kernels")
-        )
+        found.append(Finding("advice", what, "to check there", "pip install -r requirements-gpu.txt"))
     return found

@@ -24,6 +24,7 @@ import checks
 import cpu_fsdp
 import data
 import data_report
+import findings
 import loading
 import peft_fsdp
 import run_record
@@ -69,6 +70,8 @@ def main(argv: list[str] | None = None) -> AdapterSFTTrainer:
         if PartialState().is_main_process:
             data_report.show(prepared.report)
             data_report.write(prepared.report, training_args.output_dir)
+        rows = None if data_args.streaming else len(prepared.train)
+        notes += findings.notes(findings.check_schedule(training_args, rows))
         fingerprint = on_main(prepared.fingerprint)
         if training_args.resume_from_checkpoint is not None:
             notes += checks.check_data(training_args, fingerprint, model_args)
