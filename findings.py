@@ -83,7 +83,7 @@ def collect(
     training_args = copy.copy(training_args)  # some checks write to it
     with launch.in_force():
         found = _mistakes(command, model_args, data_args, training_args, fsdp, config, here)
-        found += _accelerate_config(launch, model_args, fsdp)
+        found += _accelerate_config(launch, command, model_args, fsdp)
         for note in checks.settle_mixed_precision(training_args):
             found.append(Finding("advice", note, "", f"mixed_precision: {training_args.mixed_precision!r}"))
     found += check_schedule(training_args, rows) + _learning_rate(model_args, training_args)
@@ -125,12 +125,15 @@ def _mistakes(command, model_args, data_args, training_args, fsdp, config, here:
     return [Finding("error", problem) for problem in problems] + found
 
 
-def _accelerate_config(launch: Launch, model_args, fsdp) -> list[Finding]:
+def _accelerate_config(launch: Launch, command, model_args, fsdp) -> list[Finding]:
     """What the Accelerate config says that does nothing, or not what it seems. Inside the launch's environment."""
     found = [
         Finding("warning", line, "a setting that was meant is not in force") for line in checks.unknown_fsdp_variables()
     ]
     written, file = launch.yaml.get("fsdp_config") or {}, launch.config_file
+    if launch.yaml.get("use_cpu") and not command.use_cpu:
+        what = f"use_cpu: true in {file} and no --use_cpu True"
+        found.append(Finding("error", what, "train.py looks for accelerators unless it is told the same", "--use_cpu True"))
     if written and fsdp is None:
         what = f"fsdp_config in {file} is not read: distributed_type is {launch.yaml['distributed_type']}"
         found.append(Finding("warning", what, "the model is not sharded", "distributed_type: FSDP"))
