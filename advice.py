@@ -24,15 +24,15 @@ SLOW_DOWN = {
     "optimizer": "none",
     "attention": "none: faster",
     "evaluation": "of evaluation only",
-    # torchtitan, docs/fsdp.md: 7 % lower peak and 1.5 % more throughput than FSDP1 (Llama-7B, 8 x H100).
+    # torchtitan, docs/fsdp.md: 7 % lower peak than FSDP1 and no slower (Llama-7B, 8 x H100).
     "FSDP2": "none",
     # An all-gather of each layer again in the backward pass, hidden unless the link is slow.
     "reshard": "x1.05 to x1.3 (estimated)",
     # fsdp_qlora, benchmarks_03_2024.md: 7B LoRA on 2 x 4090, 437 s -> 481 s, with a larger batch; x1.36 on 2 x 3090.
     "DDP": "x1.1 (fsdp_qlora: 7B on 2 x 4090); more on a slow link",
-    # torchtune, docs on memory optimisations: 21 % fewer tokens/s for 42 % less memory (8B LoRA).
+    # torchtune's README, its levers one after the other on a 3B: 21 % fewer tokens/s for 42 % less memory.
     "checkpointing": "x1.27 (torchtune: -21 % tokens/s)",
-    # The same page: -0.1 % tokens/s when the copies overlap; they do not if the link to the host is slow.
+    # The same table: -0.1 % tokens/s, where the copies overlap with computing; more on a slow link to the host.
     "activation offload": "x1.0 to x1.05 (torchtune: -0.1 % tokens/s)",
     # fsdp_qlora: 7B QLoRA on 2 x 3090, 936 s at batch 10, 998 s at 4, 1564 s at 1.
     "micro-batch": "x1.07 from 10 rows to 4, x1.6 from 4 to 1 (fsdp_qlora: 7B on 2 x 3090)",
@@ -95,19 +95,21 @@ def _flash_attention(setup) -> Options:
 
 
 def _smaller_evaluation(setup) -> Options:
-    small = min(setup.micro_batch, setup.eval_batch - 1)
-    return [
-        (f"--per_device_eval_batch_size {n}", {"eval_batch": n})
-        for n in sorted({small, 1}, reverse=True)
-        if 0 < n < setup.eval_batch
-    ]
+    sizes = sorted({min(setup.micro_batch, setup.eval_batch - 1), 1}, reverse=True) if setup.eval_batch > 1 else []
+    return [(f"--per_device_eval_batch_size {size}", {"eval_batch": size}) for size in sizes]
 
 
-def _to_fsdp2(setup) -> Options:
-    if setup.strategy != "FSDP1":
-        return []
+def _fsdp2(setup) -> Options:
     fields = {"strategy": "FSDP2", "shard_ranks": setup.ranks, "reshard_after_forward": True}
     return [(_config("fsdp2_config", setup.ranks, setup), fields)]
+
+
+def _fsdp1_to_fsdp2(setup) -> Options:
+    return _fsdp2(setup) if setup.strategy == "FSDP1" else []
+
+
+def _ddp_to_fsdp2(setup) -> Options:
+    return _fsdp2(setup) if setup.strategy == "DDP" else []
 
 
 def _shard_all(setup) -> Options:
@@ -115,13 +117,6 @@ def _shard_all(setup) -> Options:
         return []
     line = "fsdp_sharding_strategy: FULL_SHARD" if setup.strategy == "FSDP1" else "fsdp_reshard_after_forward: true"
     return [(f"{line} (Accelerate config)", {"reshard_after_forward": True, "shard_ranks": setup.ranks})]
-
-
-def _ddp_to_fsdp2(setup) -> Options:
-    if setup.strategy != "DDP":
-        return []
-    fields = {"strategy": "FSDP2", "shard_ranks": setup.ranks, "reshard_after_forward": True}
-    return [(_config("fsdp2_config", setup.ranks, setup), fields)]
 
 
 def _checkpointing(setup) -> Options:
@@ -209,7 +204,7 @@ LEVERS = [
     Lever(_fused_optimizer, "optimizer", "the fused step makes no temporary tensors"),
     Lever(_flash_attention, "attention", "attention scores are never stored"),
     Lever(_smaller_evaluation, "evaluation", "evaluation is the peak, and its batch size changes no result"),
-    Lever(_to_fsdp2, "FSDP2", "the embedding is a unit of its own and is let go after use"),
+    Lever(_fsdp1_to_fsdp2, "FSDP2", "the embedding is a unit of its own and is let go after use"),
     Lever(_shard_all, "reshard", "no rank keeps more than its shard between uses"),
     Lever(_ddp_to_fsdp2, "DDP", "each rank holds a share of the weights instead of a copy"),
     Lever(_checkpointing, "checkpointing", "one layer's activations are kept at a time, and computed twice"),
@@ -257,7 +252,7 @@ def _larger_micro_batch(setup) -> Options:
 
 
 def _keep_gathered(setup) -> Options:
-    if not _sharded(setup) or not setup.reshard_after_forward or setup.shard_ranks == 1:
+    if not _sharded(setup) or not setup.reshard_after_forward or not 1 < setup.shard_ranks == setup.ranks:
         return []
     line = "fsdp_sharding_strategy: SHARD_GRAD_OP" if setup.strategy == "FSDP1" else "fsdp_reshard_after_forward: false"
     return [(f"{line} (Accelerate config)", {"reshard_after_forward": False})]
@@ -333,10 +328,10 @@ class _Search:
         self.start, self.capacity, self.estimate, self.estimates = setup, capacity, estimate, {}
 
     def of(self, setup) -> memory.Estimate:
-        key = tuple(value for name, value in vars(setup).items() if name != "config")
-        if key not in self.estimates:
-            self.estimates[key] = self.estimate(setup)
-        return self.estimates[key]
+        changed = frozenset(item for item in vars(setup).items() if item[1] is not getattr(self.start, item[0]))
+        if changed not in self.estimates:
+            self.estimates[changed] = self.estimate(setup)
+        return self.estimates[changed]
 
     def fits(self, setup) -> bool:
         return self.of(setup).verdict(self.capacity) == "fits"

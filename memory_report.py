@@ -5,6 +5,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -22,7 +23,7 @@ class Report:
     """All there is to report on a launch."""
 
     estimate: Any  # memory.Estimate, by the formula
-    exact: Any = None  # memory.Estimate, simulated
+    exact: Any = None  # memory.Estimate of a simulated step
     card: Card | None = None  # the device it is held against
     ram: int | None = None  # bytes of RAM of this machine, if the launch is for it
     findings: list = field(default_factory=list)  # findings.Finding
@@ -56,13 +57,12 @@ def to_json(report: Report) -> dict:
     `instead`) and `works` (whether preflight exits with 0).
     """
     estimate, exact = report.estimate, report.exact
-    setup = {item.name: getattr(estimate.setup, item.name) for item in dataclasses.fields(estimate.setup)}
-    setup["config"] = setup["config"].model_type
+    plain = (int, float, str, type(None))
+    setup = {key: str(value) if isinstance(value, torch.dtype) else value for key, value in vars(estimate.setup).items()}
+    setup = {"model_type": estimate.setup.config.model_type} | {k: v for k, v in setup.items() if isinstance(v, plain)}
     steps = [{key: value for key, value in vars(step).items() if key != "setup"} for step in report.steps]
     return {
-        "setup": {
-            key: value if isinstance(value, (int, float, str, type(None))) else str(value) for key, value in setup.items()
-        },
+        "setup": setup,
         "phases": estimate.phases,
         "peak_phase": estimate.peak_phase,
         "peak": estimate.peak,
@@ -141,7 +141,7 @@ def _phases(report: Report) -> Table:
     setup = estimate.setup
     columns = {name + (" (peak)" if name == estimate.peak_phase else ""): terms for name, terms in estimate.phases.items()}
     if exact:
-        columns[f"exact: {exact.peak_phase}"] = exact.phases[exact.peak_phase]
+        columns[exact.peak_phase] = exact.phases[exact.peak_phase]
     title = f"GiB of one rank ({setup.strategy}, {setup.ranks} ranks, {setup.micro_batch} x {setup.length} tokens)"
     table = _table(title, "", *columns, right=True)
     for term in _terms([estimate, exact] if exact else [estimate]):
@@ -216,7 +216,7 @@ def draw(path, estimate, card: Card | None = None, exact=None):
     axes = figure.add_subplot()
     bars = dict(estimate.phases)
     if exact:
-        bars[f"simulated:\n{exact.peak_phase}"] = exact.phases[exact.peak_phase]
+        bars[exact.peak_phase] = exact.phases[exact.peak_phase]
     bottoms = [0.0] * len(bars)
     for number, term in enumerate(_terms([estimate, exact] if exact else [estimate])):
         heights = [terms.get(term, 0) / GIB for terms in bars.values()]

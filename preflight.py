@@ -123,13 +123,15 @@ def check(launch: launches.Launch, built: tuple, flags: argparse.Namespace) -> m
     with launch.in_force():
         ranks, ranks_here = launch.processes, launch.processes_per_machine
         setup = memory.from_launch(model_args, training_args, fsdp, config, ranks, ranks_here)
-    if model_args.use_peft_lora:
-        setup = dataclasses.replace(setup, new_tokens=new_tokens)
+    setup = dataclasses.replace(
+        setup, vocabulary=tokenizer_size or 0, new_tokens=new_tokens if model_args.use_peft_lora else 0
+    )
     result = memory_report.Report(memory.estimate(setup), card=card, findings=found)
     if flags.exact:
         import simulation  # takes seconds to import
 
-        result.exact = simulation.simulate(setup)
+        peak = {"simulated step": {"all of it": simulation.simulate(setup)}}
+        result.exact = dataclasses.replace(result.estimate, phases=peak)
     if here:
         result.ram = psutil.virtual_memory().total
         found += lacking_ram(result)

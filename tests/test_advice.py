@@ -9,10 +9,38 @@ import torch
 from transformers import LlamaConfig
 
 import advice
-import memory
 
 GIB = 2**30
 CONFIG = LlamaConfig(num_hidden_layers=1, hidden_size=32, intermediate_size=64, num_attention_heads=2)
+
+
+@dataclass(frozen=True, eq=False)
+class Setup:
+    """The fields of `memory.Setup` that advice looks at."""
+
+    config: LlamaConfig
+    strategy: str
+    ranks: int
+    ranks_here: int
+    shard_ranks: int
+    device: str = "cuda"
+    reshard_after_forward: bool = True
+    offload_params: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    quantization: str | None = None
+    nested: bool = True
+    storage: torch.dtype = torch.bfloat16
+    mixed: torch.dtype | None = torch.bfloat16
+    lora_r: int | None = 16
+    lora_dropout: float = 0.0
+    optimizer: str = "adamw_torch_fused"
+    micro_batch: int = 1
+    eval_batch: int = 0
+    length: int = 2048
+    accumulation: int = 1
+    checkpointing: bool = True
+    offload_activations: bool = False
+    attention: str = "sdpa"
 
 
 @dataclass
@@ -37,9 +65,9 @@ def made_up(setup) -> Made:
     return Made(int(GIB * (weights + gathered + max(rows, evaluation))))
 
 
-def setup_of(**changes) -> memory.Setup:
+def setup_of(**changes) -> Setup:
     usual = dict(config=CONFIG, strategy="FSDP1", ranks=2, ranks_here=2, shard_ranks=2, micro_batch=2, accumulation=2)
-    return memory.Setup(**usual | changes)
+    return Setup(**usual | changes)
 
 
 ONE = dict(strategy="one device", ranks=1, ranks_here=1, shard_ranks=1)
@@ -153,7 +181,7 @@ def random_setups(count: int):
         sharded, quantization = strategy.startswith("FSDP"), rng.choice([None, None, "nf4", "int8"])
         quantization = None if sharded and quantization == "int8" else quantization
         checkpointing = rng.random() < 0.5
-        made = memory.Setup(
+        made = Setup(
             CONFIG,
             strategy,
             ranks,
