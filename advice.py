@@ -15,7 +15,6 @@ import torch
 
 import checks
 import memory
-import utils
 
 # Time of a step by this change, as a factor or in words.
 SLOW_DOWN = {
@@ -95,7 +94,7 @@ def _flash_attention(setup) -> Options:
 
 
 def _smaller_evaluation(setup) -> Options:
-    sizes = sorted({min(setup.micro_batch, setup.eval_batch - 1), 1}, reverse=True) if setup.eval_batch > 1 else []
+    sizes = [setup.eval_batch >> halved for halved in range(1, setup.eval_batch.bit_length())]
     return [(f"--per_device_eval_batch_size {size}", {"eval_batch": size}) for size in sizes]
 
 
@@ -142,7 +141,7 @@ def _smaller_micro_batch(setup) -> Options:
 
 
 def _to_nf4(setup) -> Options:
-    if setup.quantization in ("nf4", "fp4") or setup.lora_r is None or utils.stored_quantization(setup.config):
+    if setup.quantization in ("nf4", "fp4") or setup.lora_r is None:
         return []
     storage = torch.float32 if setup.mixed == torch.float16 else torch.bfloat16
     change = "--use_4bit_quantization True"
@@ -225,7 +224,7 @@ def _no_parameter_offload(setup) -> Options:
 
 
 def _no_quantization(setup) -> Options:
-    if setup.quantization is None or utils.stored_quantization(setup.config):
+    if setup.quantization is None:
         return []
     flag = "8bit" if setup.quantization == "int8" else "4bit"
     dtype = torch.float32 if setup.mixed == torch.float16 else torch.bfloat16
@@ -386,8 +385,8 @@ def advise(
     """Changes that make a setup fit on a device with `capacity` bytes, or that make one faster that fits.
 
     If it fits, each step still fits after those before it. If not, the steps end with one that fits, and none of them can
-    be left out; where no changes reach that, they are all that save something, and the verdict of the last says so. A last
-    step may tell how many devices would do without the others (`instead`).
+    be left out. Where no changes reach that, they are all those that save something, and the verdict of the last says so.
+    A last step may tell how many devices would do without the others (`instead`).
 
     Args:
         estimate: what a setup takes; `memory.estimate` if None.
@@ -409,30 +408,33 @@ def advise(
 
 def _smaller(search: _Search, levers: list[Lever]) -> Plan:
     plan = []
-    for lever in levers + levers:  # twice, since one may save something only after others
-        if search.reaches(plan):
-            break
-        longer = [] if lever in [used for used, _ in plan] else search.with_one_more(plan, lever)
-        number = search.first(longer)
-        if number == len(longer):
-            if not longer or lever is RANKS:
-                continue  # nothing to change, or no number of devices is enough
-            number -= 1  # the most it can do
-        end = search.end(longer[number])
-        if end is not None and search.of(end).peak < search.of(search.end(plan)).peak:
-            plan = longer[number]
-    ordered = sorted(plan, key=lambda part: LEVERS.index(part[0]))  # those of the second time came last
-    plan = ordered if search.end(ordered) is not None else plan
-    if not search.reaches(plan):
-        return plan
-    # Now that the last one made it fit, some may not be needed, or not as much of them: what changes the data, then the
-    # costliest.
-    for lever, number in sorted(plan, key=lambda part: (part[0] is not LENGTH, -LEVERS.index(part[0]))):
+    while not search.reaches(plan):
+        # The cheapest that helps now; one that did not before may do so after others.
+        longer = next(filter(None, (_helped(search, plan, lever) for lever in levers)), None)
+        if longer is None:
+            return plan
+        plan = longer
+    ordered = sorted(plan, key=lambda part: LEVERS.index(part[0]))
+    plan = ordered if search.reaches(ordered) else plan
+    # Now that the last one made it fit, some may not be needed, or not as much of them: the costliest first.
+    for lever, number in plan[::-1]:
         at = plan.index((lever, number))
         before, after = plan[:at], plan[at + 1 :]
         milder = [before + after, *([*before, (lever, less), *after] for less in range(number))]
         plan = [*milder, plan][search.first(milder)]
     return plan
+
+
+def _helped(search: _Search, plan: Plan, lever: Lever) -> Plan | None:
+    """The plan and a lever, as little of it as is enough or as much as there is; None if that saves nothing."""
+    longer = [] if lever in [used for used, _ in plan] else search.with_one_more(plan, lever)
+    number = search.first(longer)
+    if number < len(longer):
+        return longer[number]
+    if not longer or lever in (LENGTH, RANKS):  # a last resort has to be enough
+        return None
+    end = search.end(longer[-1])
+    return longer[-1] if end is not None and search.of(end).peak < search.of(search.end(plan)).peak else None
 
 
 def _faster(search: _Search) -> Plan:

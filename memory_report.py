@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from cards import GIB, Card
 from health import human
@@ -101,20 +100,20 @@ def write_json(path, report: Report) -> None:
 
 def show(report: Report, console: Console | None = None) -> None:
     """Print the report."""
-    console = console or Console(width=WIDTH)
+    console = console or Console(width=WIDTH, markup=False, highlight=False)
     for table in (_findings(report), _phases(report), _machine(report), _advice(report)):
         if table.row_count:
-            console.print(table, markup=False, highlight=False)
+            console.print(table)
             console.print()
     for line in _verdict(report):
-        console.print(line, markup=False, highlight=False)
+        console.print(line)
 
 
 def _table(title: str, *columns: str, right: bool = False) -> Table:
     """A table whose columns after the first hold figures if `right`."""
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, show_header=bool(columns))
     for number, name in enumerate(columns):
-        table.add_column(Text(name), justify="right" if right and number else "left", vertical="top")
+        table.add_column(name, justify="right" if right and number else "left", vertical="top")
     return table
 
 
@@ -128,7 +127,7 @@ def _findings(report: Report) -> Table:
         for finding in report.findings:
             if finding.grade == grade:
                 parts = (finding.what, finding.why and f"why: {finding.why}", finding.change and f"change: {finding.change}")
-                table.add_row(grade, Text("\n".join(part for part in parts if part)))
+                table.add_row(grade, "\n".join(part for part in parts if part))
     return table
 
 
@@ -157,7 +156,7 @@ def _machine(report: Report) -> Table:
         if amounts:
             parts = ", ".join(f"{term} {_gib(size)}" for term, size in amounts.items())
             has = f" (this machine has {_gib(report.ram)})" if kind == "RAM" and report.ram else ""
-            table.add_row(kind, f"{_gib(sum(amounts.values()))}{has}", Text(parts))
+            table.add_row(kind, f"{_gib(sum(amounts.values()))}{has}", parts)
     return table
 
 
@@ -168,7 +167,7 @@ def _advice(report: Report) -> Table:
     for step in report.steps:
         change = f"or instead of all these: {step.change}" if step.instead and len(report.steps) > 1 else step.change
         signed = f"{-step.saved / GIB:+.2f}"
-        table.add_row(Text(change), signed, Text(step.slow_down), Text(step.why), step.verdict)
+        table.add_row(change, signed, step.slow_down, step.why, step.verdict)
     return table
 
 

@@ -239,6 +239,19 @@ def test_on_the_cpu_of_this_machine(argv, capsys, monkeypatch):
     assert "of RAM and this machine has 0.5 GiB" in capsys.readouterr().out
 
 
+def test_the_disk_of_this_machine(argv, capsys, monkeypatch):
+    monkeypatch.setattr(findings.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    assert preflight.run(argv(config="fsdp2_config_cpu", flags=["--use_cpu", "True"])) == 1
+    assert "its disk has 0 GiB free" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_model_without_a_tokenizer(argv, assets, tmp_path, capsys):
+    (tmp_path / "config.json").write_bytes((assets["bf16"] / "config.json").read_bytes())
+    assert preflight.run(argv("--gpu", "4090", flags=["--model_name_or_path", str(tmp_path)])) == 1
+    text = " ".join(capsys.readouterr().out.split())
+    assert "tokenizer" in text and "1 error" in text and "allocated" in text, "the memory is told all the same"
+
+
 def test_everything_that_is_written(argv, tmp_path, capsys, monkeypatch):
     asked = []
     exact = SimpleNamespace(simulate=lambda setup: asked.append(setup) or memory.estimate(setup).peak)
@@ -257,12 +270,17 @@ def test_everything_that_is_written(argv, tmp_path, capsys, monkeypatch):
 
 
 def test_tokens_that_are_added_are_counted(argv, tmp_path, assets, capsys):
-    def new_tokens(*flags) -> int:
+    def setup(*flags) -> dict:
         preflight.run(argv("--gpu", "4090", "--json", "-", flags=flags))
-        return json.loads(capsys.readouterr().out)["setup"]["new_tokens"]
+        return json.loads(capsys.readouterr().out)["setup"]
 
-    assert new_tokens() == 0
+    def new_tokens(*flags) -> int:
+        return setup(*flags)["new_tokens"]
+
+    vocabulary = setup()["vocabulary"]
+    assert new_tokens() == 0 and vocabulary > 250
     assert new_tokens("--new_special_tokens", "<|a|>,<|b|>") == 2
+    assert setup("--new_special_tokens", "<|a|>,<|b|>")["vocabulary"] == vocabulary + 2
     assert new_tokens("--new_special_tokens", "<|a|>", "--use_peft_lora", "False", "--learning_rate", "1e-5") == 0
 
 
