@@ -152,13 +152,17 @@ def test_what_is_refused_is_not_proposed(given, part):
 
 
 def test_where_nothing_is_enough():
-    """All that saves something is listed, nothing that does not, and not hundreds of devices."""
+    """All that saves something is listed, and nothing that does not."""
     assert changes(setup_of(optimizer="adamw_torch", lora_r=None, accumulation=1), 0.5) == [
         FSDP2,
         "--activation_offloading True",
         SMALLER.format(1, 2),
         "fsdp_offload_params: true (Accelerate config)",
     ]
+
+
+def test_not_hundreds_of_devices_that_are_not_enough():
+    assert not [change for change in changes(setup_of(**ONE), 0.5) if "--num_processes" in change]
 
 
 def test_more_devices_rather_than_other_data():
@@ -283,7 +287,7 @@ def test_the_largest_micro_batch_is_that_of_trying_all(gib):
 
 @pytest.mark.parametrize("gib", [5, 6, 8, 10])
 def test_as_few_more_devices_as_are_enough(gib):
-    made = setup_of(accumulation=28)
+    made = setup_of(accumulation=240)
     (step,) = [step for step in advice.advise(made, gib * GIB, made_up) if step.instead]
     enough = [
         n
