@@ -285,6 +285,7 @@ def _hub(training_args, here: bool) -> list[Finding]:
         if not names & {owner, target}:
             change = f"give it 'write access to contents' of {owner} on huggingface.co/settings/tokens"
             return [Finding("error", f"--push_to_hub: the fine-grained token may not write {target}", "", change)]
+        return []
     roles = {org["name"]: org.get("roleInOrg") for org in who.get("orgs", [])} | {who["name"]: "owner"}
     if owner not in roles:
         what = f"--hub_model_id {target}: {who['name']} is not a member of {owner}"

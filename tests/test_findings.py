@@ -10,8 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.utils import FullyShardedDataParallelPlugin
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
+from torch.distributed.fsdp import ShardingStrategy
 from transformers import AutoConfig
 
 import checks
@@ -137,6 +139,37 @@ def test_sound_launches_are_quiet(collected, base, flags):
     assert_quiet(collected(keys={"base": base}, base_flags=flags))
     several = ["--eval_strategy", "steps", "--splits", "a,b", "--load_best_model_at_end", "True", "--eval_steps", "500"]
     assert_quiet(collected([*several, "--warmup_steps", "0.1"], {"base": base}, base_flags=flags, rows=10**6))
+
+
+@pytest.mark.parametrize(
+    ("variables", "held"),
+    [
+        ({"FSDP_OFFLOAD_PARAMS": "ture"}, ValueError),
+        ({"FSDP_STATE_DICT_TYPE": "SHARDED_STATE"}, KeyError),
+        ({"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_WRAP"}, ValueError),
+        ({"FSDP_BACKWARD_PREFETCH": "BACKWARD"}, KeyError),
+        ({"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP", "FSDP_MIN_NUM_PARAMS": "1e8"}, ValueError),
+        ({"FSDP_RESHARD_AFTER_FORWARD": "FULL_SHARD", "FSDP_VERSION": "2"}, ValueError),
+        ({"FSDP_STATE_DICT_TYPE": "LOCAL_STATE_DICT", "FSDP_VERSION": "2"}, ValueError),
+        ({"FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "true", "FSDP_VERSION": "2"}, ValueError),
+        ({"FSDP_RESHARD_AFTER_FORWARD": "false"}, {"sharding_strategy": ShardingStrategy.FULL_SHARD}),
+        ({"FSDP_SHARDING_STRATEGY": "SHARD_GRAD_OP", "FSDP_VERSION": "2"}, {"reshard_after_forward": True, "sharding_strategy": None}),
+        ({"FSDP_BACKWARD_PREFETCH": "BACKWARD_PRE", "FSDP_VERSION": "2"}, {"backward_prefetch": None}),
+        ({"FSDP_FORWARD_PREFETCH": "true", "FSDP_VERSION": "2"}, {"forward_prefetch": None}),
+        ({"FSDP_USE_ORIG_PARAMS": "true", "FSDP_SYNC_MODULE_STATES": "true", "FSDP_VERSION": "2"}, {"use_orig_params": None, "sync_module_states": None}),
+        ({}, {"auto_wrap_policy": None}),
+    ],
+)  # fmt: skip
+def test_accelerate_does_what_is_said_of_it(monkeypatch, variables, held):
+    """Its plugin, which is made once the model is built, stops at these values or does not read them."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if isinstance(held, dict):
+        plugin = FullyShardedDataParallelPlugin()
+        assert {name: getattr(plugin, name) for name in held} == held
+    else:
+        with pytest.raises(held):
+            FullyShardedDataParallelPlugin()
 
 
 def test_all_mistakes_at_once_the_worst_first(collected):
