@@ -172,6 +172,21 @@ def test_accelerate_does_what_is_said_of_it(monkeypatch, variables, held):
             FullyShardedDataParallelPlugin()
 
 
+@pytest.mark.parametrize("value", [True, False, "on", "no", "1"])
+def test_values_that_accelerate_takes(collected, tmp_path, value):
+    keys = {"fsdp": {"fsdp_offload_params": value, "fsdp_cpu_ram_efficient_loading": value}}
+    assert_quiet(collected(keys=keys))
+    read = launch.read(["--config_file", config(tmp_path, **keys), "--", "--model_name_or_path", "m", *LORA])
+    assert launch.build(read)[4].offload_params == (value in (True, "on", "1"))
+
+
+def test_numbers_out_of_range_do_not_stop_the_rest(collected):
+    flags = ["--per_device_train_batch_size", "0", "--save_steps", "0", "--max_steps", "-1", "--optim", "lion_8bit"]
+    found = collected(flags, rows=100)
+    for part in ("per_device_train_batch_size 0 must be", "save_steps 0.0 must be", "lion_8bit"):
+        assert found_in(found, "error", part), part
+
+
 def test_all_mistakes_at_once_the_worst_first(collected):
     flags = ["--lora_r", "0", "--max_length", "-1", "--lora_target_modules", "qproj,vproj", "--lora_dropout", "0.1"]
     keys = {"fsdp": {"fsdp_offload_params": "ture", "fsdp_use_orig_params": True, "fsdp_whatever": 1}}
