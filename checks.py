@@ -223,7 +223,8 @@ def precision_problems(model_args, training_args, fsdp: FsdpSettings | None, con
                 "--bf16 True, or set --use_flash_attn False"
             )
         text = config.get_text_config()
-        size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        heads = getattr(text, "num_attention_heads", None)
+        size = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
         if size > 256:
             yield f"--use_flash_attn True takes heads of up to 256, and this model's have {size}: set --use_flash_attn False"
     if four and fsdp and fsdp.version == 2 and training_args.bf16 and storage not in ("bfloat16",):

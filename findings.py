@@ -86,8 +86,9 @@ def collect(
         found += _accelerate_config(launch, command, model_args, fsdp)
         for note in checks.settle_mixed_precision(training_args):
             found.append(Finding("advice", note, "", f"mixed_precision: {training_args.mixed_precision!r}"))
-    found += check_schedule(training_args, rows) + _learning_rate(model_args, training_args)
-    found += _hub(training_args, here) + _versions()
+    if not list(checks.range_problems(model_args, training_args)):
+        found += check_schedule(training_args, rows)
+    found += _learning_rate(model_args, training_args) + _hub(training_args, here) + _versions()
     if here:
         found += _this_machine(model_args, training_args)
     else:
@@ -179,7 +180,7 @@ def total_steps(training_args, rows: int | None) -> int | None:
 
 def every(steps_or_share: float, steps: int) -> int:
     """An interval such as --save_steps in steps; below 1 it is a share of the run."""
-    return math.ceil(steps_or_share * steps) if steps_or_share < 1 else int(steps_or_share)
+    return max(math.ceil(steps_or_share * steps) if steps_or_share < 1 else int(steps_or_share), 1)
 
 
 def check_schedule(training_args, rows: int | None) -> list[Finding]:
@@ -285,6 +286,7 @@ def _hub(training_args, here: bool) -> list[Finding]:
         if not names & {owner, target}:
             change = f"give it 'write access to contents' of {owner} on huggingface.co/settings/tokens"
             return [Finding("error", f"--push_to_hub: the fine-grained token may not write {target}", "", change)]
+        return []
     roles = {org["name"]: org.get("roleInOrg") for org in who.get("orgs", [])} | {who["name"]: "owner"}
     if owner not in roles:
         what = f"--hub_model_id {target}: {who['name']} is not a member of {owner}"

@@ -4,6 +4,7 @@ Accelerate's own code reads the flags and the YAML file, so its defaults and its
 """
 
 import contextlib
+import logging
 import os
 import sys
 import types
@@ -103,29 +104,19 @@ def read(argv: list[str]) -> Launch:
         config_file = default_config_file
     content = {} if config_file is None else _read_config(config_file)
     counted = config_file is None and args.num_processes is None
-    accelerate_launch.logger.disabled = True  # a list of the defaults it takes; the report says which are in force
-    try:
-        args, _, _ = accelerate_launch._validate_launch_command(args)
-        _refuse_other_launchers(args)
-        by_torchrun = (args.use_fsdp or args.multi_gpu) and not args.cpu
-        machines = args.num_machines or 1
-        if machines > 1:
-            for name in ("machine_rank", "main_process_ip", "main_process_port"):
-                if getattr(args, name) is None:
-                    raise ValueError(f"{machines} machines need --{name}, in the command or in the Accelerate config")
-        if by_torchrun:
-            args.main_process_port = 0  # so that a port that is in use here does not matter; no variable depends on it
-            environment = prepare_multi_gpu_env(args)
-        else:
-            environment = prepare_simple_launcher_cmd_env(args)[1]
-    except Exception as error:  # Accelerate raises what its code happens to
-        raise ValueError(f"accelerate launch would stop: {' '.join(str(error).split())}") from None
-    finally:
-        accelerate_launch.logger.disabled = False
-    processes, machines = (args.num_processes, machines) if by_torchrun else (1, 1)
-    if by_torchrun:
-        here = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes // machines, "RANK": 0, "LOCAL_RANK": 0}
-        environment |= {name: str(value) for name, value in here.items()}
+    args, _, _ = _accelerates(accelerate_launch._validate_launch_command, args)
+    for name in ("use_deepspeed", "use_megatron_lm", "tpu", "use_parallelism_config"):
+        if getattr(args, name):
+            raise ValueError(f"{name} is asked for, and train.py trains with FSDP, DDP or on one device: see configs/")
+    if not (args.use_fsdp or args.multi_gpu) or args.cpu:
+        environment, processes, machines = _accelerates(prepare_simple_launcher_cmd_env, args)[1], 1, 1
+    else:
+        processes, machines = args.num_processes, args.num_machines or 1
+        _check_machines(args, processes, machines)
+        args.main_process_port = 0  # so that a port that is in use here does not matter; no variable depends on it
+        environment = _accelerates(prepare_multi_gpu_env, args)
+        rank_0 = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes // machines, "RANK": 0, "LOCAL_RANK": 0}
+        environment |= {name: str(value) for name, value in rank_0.items()}
     return Launch(
         config_file, content, _launch_variables(environment), processes, machines, script_arguments, script, counted
     )
@@ -148,10 +139,26 @@ def _parse(parser, flags: list[str], script: str):
     return args
 
 
-def _refuse_other_launchers(args) -> None:
-    for name in ("use_deepspeed", "use_megatron_lm", "tpu", "use_parallelism_config"):
-        if getattr(args, name):
-            raise ValueError(f"{name} is asked for, and train.py trains with FSDP, DDP or on one device: see configs/")
+def _accelerates(function, args):
+    """`function(args)`, without the list of defaults that it took, and what it raises in one line."""
+    logger = logging.getLogger("accelerate.commands.launch")
+    logger.disabled = True
+    try:
+        return function(args)
+    except Exception as error:  # Accelerate raises what its code happens to
+        raise ValueError(f"accelerate launch would stop: {' '.join(str(error).split())}") from None
+    finally:
+        logger.disabled = False
+
+
+def _check_machines(args, processes: int, machines: int) -> None:
+    if processes < 1:
+        raise ValueError("there is no device to count on this machine: say how many there will be with --num_processes")
+    if processes % machines:
+        raise ValueError(f"--num_processes {processes} is for all machines and does not divide by --num_machines {machines}")
+    for name in ("machine_rank", "main_process_ip", "main_process_port"):
+        if machines > 1 and getattr(args, name) is None:
+            raise ValueError(f"{machines} machines need --{name}, in the command or in the Accelerate config")
 
 
 def _read_config(path: str) -> dict:

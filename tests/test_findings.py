@@ -10,8 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.utils import FullyShardedDataParallelPlugin
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
+from torch.distributed.fsdp import ShardingStrategy
 from transformers import AutoConfig
 
 import checks
@@ -139,6 +141,52 @@ def test_sound_launches_are_quiet(collected, base, flags):
     assert_quiet(collected([*several, "--warmup_steps", "0.1"], {"base": base}, base_flags=flags, rows=10**6))
 
 
+@pytest.mark.parametrize(
+    ("variables", "held"),
+    [
+        ({"FSDP_OFFLOAD_PARAMS": "ture"}, ValueError),
+        ({"FSDP_STATE_DICT_TYPE": "SHARDED_STATE"}, KeyError),
+        ({"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_WRAP"}, ValueError),
+        ({"FSDP_BACKWARD_PREFETCH": "BACKWARD"}, KeyError),
+        ({"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP", "FSDP_MIN_NUM_PARAMS": "1e8"}, ValueError),
+        ({"FSDP_RESHARD_AFTER_FORWARD": "FULL_SHARD", "FSDP_VERSION": "2"}, ValueError),
+        ({"FSDP_STATE_DICT_TYPE": "LOCAL_STATE_DICT", "FSDP_VERSION": "2"}, ValueError),
+        ({"FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "true", "FSDP_VERSION": "2"}, ValueError),
+        ({"FSDP_RESHARD_AFTER_FORWARD": "false"}, {"sharding_strategy": ShardingStrategy.FULL_SHARD}),
+        ({"FSDP_SHARDING_STRATEGY": "SHARD_GRAD_OP", "FSDP_VERSION": "2"}, {"reshard_after_forward": True, "sharding_strategy": None}),
+        ({"FSDP_BACKWARD_PREFETCH": "BACKWARD_PRE", "FSDP_VERSION": "2"}, {"backward_prefetch": None}),
+        ({"FSDP_FORWARD_PREFETCH": "true", "FSDP_VERSION": "2"}, {"forward_prefetch": None}),
+        ({"FSDP_USE_ORIG_PARAMS": "true", "FSDP_SYNC_MODULE_STATES": "true", "FSDP_VERSION": "2"}, {"use_orig_params": None, "sync_module_states": None}),
+        ({}, {"auto_wrap_policy": None}),
+    ],
+)  # fmt: skip
+def test_accelerate_does_what_is_said_of_it(monkeypatch, variables, held):
+    """Its plugin, which is made once the model is built, stops at these values or does not read them."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if isinstance(held, dict):
+        plugin = FullyShardedDataParallelPlugin()
+        assert {name: getattr(plugin, name) for name in held} == held
+    else:
+        with pytest.raises(held):
+            FullyShardedDataParallelPlugin()
+
+
+@pytest.mark.parametrize("value", [True, False, "on", "no", "1"])
+def test_values_that_accelerate_takes(collected, tmp_path, value):
+    keys = {"fsdp": {"fsdp_offload_params": value, "fsdp_cpu_ram_efficient_loading": value}}
+    assert_quiet(collected(keys=keys))
+    read = launch.read(["--config_file", config(tmp_path, **keys), "--", "--model_name_or_path", "m", *LORA])
+    assert launch.build(read)[4].offload_params == (value in (True, "on", "1"))
+
+
+def test_numbers_out_of_range_do_not_stop_the_rest(collected):
+    flags = ["--per_device_train_batch_size", "0", "--save_steps", "0", "--max_steps", "-1", "--optim", "lion_8bit"]
+    found = collected(flags, rows=100)
+    for part in ("per_device_train_batch_size 0 must be", "save_steps 0.0 must be", "lion_8bit"):
+        assert found_in(found, "error", part), part
+
+
 def test_all_mistakes_at_once_the_worst_first(collected):
     flags = ["--lora_r", "0", "--max_length", "-1", "--lora_target_modules", "qproj,vproj", "--lora_dropout", "0.1"]
     keys = {"fsdp": {"fsdp_offload_params": "ture", "fsdp_use_orig_params": True, "fsdp_whatever": 1}}
@@ -221,11 +269,19 @@ def test_steps_are_those_of_the_trainer(tmp_path):
     from torch.utils.data import DataLoader
     from transformers import Trainer, TrainingArguments
 
-    for rows in (1, 5, 17, 40):
-        for more in ({}, {"gradient_accumulation_steps": 3}, {"num_train_epochs": 2.5}, {"max_steps": 7}):
+    for rows in (4, 5, 17, 40):
+        for more in (
+            {},
+            {"gradient_accumulation_steps": 3},
+            {"num_train_epochs": 2.5},
+            {"max_steps": 7},
+            {"dataloader_drop_last": True},
+        ):
             args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, per_device_train_batch_size=4, **more)
             trainer = Trainer(torch.nn.Linear(1, 1), args)
-            counted = trainer.set_initial_training_values(args, DataLoader(range(rows), batch_size=4))[-1]
+            counted = trainer.set_initial_training_values(
+                args, DataLoader(range(rows), batch_size=4, drop_last=args.dataloader_drop_last)
+            )[-1]
             assert findings.total_steps(args, rows) == counted, (rows, more)
 
 
@@ -413,14 +469,14 @@ def test_tokens_without_rows(collected, assets):
     assert not found_in(collected(tokenizer_size=size), "advice", "tokens more")
 
 
-def test_the_arguments_are_left_as_they_were(collected, assets, tmp_path):
-    read = launch.read(
-        ["--config_file", config(tmp_path, mixed_precision="no"), "--", "--model_name_or_path", str(assets["bf16"]), *LORA]
-    )
+def test_the_arguments_are_left_as_they_were(assets, tmp_path):
+    path = config(tmp_path, "fsdp2_config_cpu", mixed_precision="bf16")
+    flags = ["--use_cpu", "True", "--resume_from_checkpoint", "False", "--output_dir", str(tmp_path / "out"), *LORA]
+    read = launch.read(["--config_file", path, "--", "--model_name_or_path", str(assets["bf16"]), *flags])
     built = launch.build(read)
-    before, variables = copy.deepcopy(built[3].to_dict()), dict(os.environ)
-    findings.collect(read, *built, utils.load_config(str(assets["bf16"])), here=False)
-    assert built[3].to_dict() == before and dict(os.environ) == variables
+    before, variables = copy.copy(vars(built[3])), dict(os.environ)
+    findings.collect(read, *built, utils.load_config(str(assets["bf16"])), here=True)
+    assert vars(built[3]) == before and dict(os.environ) == variables
 
 
 SHIPPED = [

@@ -141,14 +141,20 @@ def test_built_as_asked_without_a_device(tmp_path, monkeypatch, flags, expected)
         (["8", "--"], "'8' before .*train.py belongs to no flag"),
         (["--num_processes", "eight", "--"], "invalid int value: 'eight'"),
         (["--mixed_precision", "bf17", "--"], "invalid choice: 'bf17'"),
-        (["--use_deepspeed", "--"], "trains with FSDP, DDP or on one device"),
+        (["--use_deepspeed", "--"], "^use_deepspeed is asked for, and train.py trains with FSDP, DDP or on one device"),
         (["--multi_gpu", "--num_processes", "1", "--"], "at least 2 processes"),
         (["--config_file", "configs/fsdp_config.yaml", "--num_machines", "2", "--"], "2 machines need --main_process_ip"),
+        (
+            ["--multi_gpu", "--num_processes", "8", "--num_machines", "3", "--"],
+            "8 is for all machines and does not divide by",
+        ),
+        (["--use_fsdp", "--"], "no device to count on this machine: .*--num_processes"),
         (["--config_file", "configs/demo_recipe.yaml", "--"], "no distributed_type .this is a recipe"),
     ],
 )
 def test_refused_command_lines(argv, message, monkeypatch):
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ValueError, match=message) as caught:
         launch.read(argv)
     assert "\n" not in str(caught.value)
