@@ -52,7 +52,7 @@ def read_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--find_max_batch", action="store_true", help="also find the largest micro-batch that fits")
     parser.add_argument("--rows", type=int, metavar="N", help="training rows, to check the schedule without the data")
     parser.add_argument("--json", metavar="FILE", help="write everything as JSON; - is the terminal, instead of the tables")
-    parser.add_argument("--plot", metavar="FILE", help="draw the memory by phase and term as a .png")
+    parser.add_argument("--plot", metavar="FILE", help="draw the memory by phase and term as a .png; needs matplotlib")
 
     def refuse(message: str):
         raise ValueError(f"preflight.py: {message}")
