@@ -341,6 +341,11 @@ class Command:
             raise ValueError("--eval_steps has no effect with --eval_strategy no: add --eval_strategy steps")
         return tuple(built)
 
+    def build_without_hardware(self) -> tuple[ModelArguments, DataArguments, TrainingConfig]:
+        """The argument objects as for a CPU without mixed precision, so that no device has to be there."""
+        plain = dict(use_cpu=True, bf16=False, fp16=False, tf32=None, torch_compile=False)
+        return Command(argparse.Namespace(**vars(self.values) | plain), self.given).build()
+
 
 def parse(argv: list[str] | None = None) -> Command:
     """Read the command line (`sys.argv[1:]` if None) and the recipe it names.
@@ -396,7 +401,7 @@ def _take_recipe(argv: list[str]) -> tuple[str | None, list[str]]:
     return None, argv
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
+class UniqueKeyLoader(yaml.SafeLoader):
     """PyYAML keeps the last of two equal keys without a word; here the second is an error."""
 
     def construct_mapping(self, node, deep=False):
@@ -413,7 +418,7 @@ def _recipe_to_tokens(parser: ArgumentParser, recipe: str) -> tuple[list[str], l
     if not path.is_file():
         raise ValueError(f"recipe {recipe} does not exist: --config takes the path of a .yaml or .json file")
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)  # JSON is YAML
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=UniqueKeyLoader)  # JSON is YAML
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"recipe {recipe} cannot be read: {error}") from None
     if not isinstance(content, dict):

@@ -1,4 +1,7 @@
-"""What can be known to fail before any weight is read: one ValueError, one line, that names the value and the fix."""
+"""What can be known to fail before any weight is read: one line for each mistake, that names the value and the fix.
+
+A function named `..._problems` yields all it finds; train.py raises the first of them as ValueError, findings.py lists all.
+"""
 
 import functools
 import importlib.util
@@ -7,21 +10,27 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from accelerate.utils.constants import FSDP_SHARDING_STRATEGY
+from accelerate.utils import str_to_bool
+from accelerate.utils.constants import (
+    FSDP_AUTO_WRAP_POLICY,
+    FSDP_BACKWARD_PREFETCH,
+    FSDP_SHARDING_STRATEGY,
+    FSDP_STATE_DICT_TYPE,
+)
 from accelerate.utils.dataclasses import get_module_class_from_name
-from huggingface_hub import get_token
+from huggingface_hub import get_token, is_offline_mode
 
 import checkpoint
 import cpu_fsdp
 import loading
 import run_record
 import utils
-from errors import require
+from errors import nearest, out_of_range, raise_first, refusals
 
 
 @dataclass
@@ -61,7 +70,7 @@ class FsdpSettings:
             return None
 
         def flag(name: str) -> bool:
-            return os.environ.get(name, "false").lower() in ("true", "1", "yes")
+            return _truth(os.environ.get(name, "false")) or False  # fsdp_value_problems names what is neither
 
         strategy = os.environ.get("FSDP_SHARDING_STRATEGY", "FULL_SHARD")
         if strategy.upper() not in FSDP_SHARDING_STRATEGY and not strategy.isdigit():
@@ -78,7 +87,7 @@ class FsdpSettings:
             use_orig_params=flag("FSDP_USE_ORIG_PARAMS"),
             state_dict_type=os.environ.get(
                 "FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT" if version == "2" else "FULL_STATE_DICT"
-            ),
+            ).upper(),
             activation_checkpointing=flag("FSDP_ACTIVATION_CHECKPOINTING"),
             layer_classes=[c for c in os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "").split(",") if c],
         )
@@ -89,29 +98,44 @@ def check_processes(use_cpu: bool, fsdp: FsdpSettings | None) -> None:
 
     Needs nothing but the environment, so it can run before the process group exists.
     """
-    world, local_world = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    accelerators = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-    on_cpu = use_cpu or os.environ.get("ACCELERATE_USE_CPU", "false").lower() == "true"
+    raise_first(process_problems(use_cpu, fsdp))
+    raise_first(device_problems(use_cpu, fsdp))
+
+
+def _on_cpu(use_cpu: bool) -> bool:
+    return use_cpu or os.environ.get("ACCELERATE_USE_CPU", "false").lower() == "true"
+
+
+def process_problems(use_cpu: bool, fsdp: FsdpSettings | None) -> Iterator[str]:
+    """What is wrong with a launch on any machine."""
     if "WORLD_SIZE" not in os.environ:
         if fsdp is not None:
-            raise ValueError(
+            yield (
                 "the environment asks for FSDP (ACCELERATE_USE_FSDP=true) but this is a single process without a launcher: "
                 "use `accelerate launch --config_file CONFIG train.py` or torchrun"
             )
         if "MASTER_PORT" in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ:
-            raise ValueError(
+            yield (
                 "several processes were asked for but Accelerate started one: on CPU use an Accelerate config with "
                 "distributed_type FSDP or MULTI_GPU (not MULTI_CPU, --cpu or NO) and pass --use_cpu True to train.py"
             )
-    if not on_cpu and accelerators == 0 and (world > 1 or fsdp is not None):
-        raise ValueError(
+    if _on_cpu(use_cpu) and not use_cpu and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        yield "the Accelerate config says use_cpu: true; say it to train.py as well: add --use_cpu True"
+
+
+def device_problems(use_cpu: bool, fsdp: FsdpSettings | None) -> Iterator[str]:
+    """The processes of a launch against the devices of this machine."""
+    if _on_cpu(use_cpu):
+        return
+    world, local_world = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    accelerators = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    if accelerators == 0 and (world > 1 or fsdp is not None):
+        yield (
             f"{world} processes were launched but this machine has no accelerator: each would train alone and overwrite the "
             "others' output; add --use_cpu True after train.py to rehearse on the CPU"
         )
-    if on_cpu and not use_cpu and world > 1:
-        raise ValueError("the Accelerate config says use_cpu: true; say it to train.py as well: add --use_cpu True")
-    if not on_cpu and local_world > accelerators > 0:
-        raise ValueError(
+    if local_world > accelerators > 0:
+        yield (
             f"{local_world} processes on a machine with {accelerators} device(s): set --num_processes {accelerators} "
             "(num_processes in the Accelerate config), one process per device"
         )
@@ -127,26 +151,28 @@ def check_world(num_processes: int) -> None:
         )
 
 
-def check_quantization(model_args, fsdp: FsdpSettings | None, config) -> None:
+def quantization_problems(model_args, fsdp: FsdpSettings | None, config) -> Iterator[str]:
     """4-bit and 8-bit flags against each other, the checkpoint, LoRA and FSDP."""
     four, eight = model_args.use_4bit_quantization, model_args.use_8bit_quantization
     if four and eight:
-        raise ValueError("--use_4bit_quantization True and --use_8bit_quantization True exclude each other: choose one")
+        yield "--use_4bit_quantization True and --use_8bit_quantization True exclude each other: choose one"
     if (four or eight) and not model_args.use_peft_lora:
-        raise ValueError("quantised weights cannot be trained: set --use_peft_lora True or turn quantisation off")
+        yield "quantised weights cannot be trained: set --use_peft_lora True or turn quantisation off"
     if eight and fsdp:
-        raise ValueError(
+        yield (
             "--use_8bit_quantization True does not work under FSDP, which cannot shard 8-bit integer weights: use "
             "--use_4bit_quantization True, or 8-bit on one device or with DDP"
         )
+    if (four or eight) and importlib.util.find_spec("bitsandbytes") is None:
+        yield "4-bit and 8-bit weights need the package bitsandbytes: pip install -r requirements.txt"
     storage = model_args.bnb_4bit_quant_storage_dtype
     if four and fsdp and storage == "uint8":
-        raise ValueError(
+        yield (
             "--bnb_4bit_quant_storage_dtype uint8 cannot be sharded by FSDP (only floating types can; every rank would hold "
             "the whole model): use bfloat16"
         )
     if four and model_args.dtype not in ("auto", storage):
-        raise ValueError(
+        yield (
             f"--dtype {model_args.dtype} contradicts --bnb_4bit_quant_storage_dtype {storage}: in a 4-bit model the other "
             "weights take the storage type; drop --dtype"
         )
@@ -155,42 +181,54 @@ def check_quantization(model_args, fsdp: FsdpSettings | None, config) -> None:
         return
     if stored.get("load_in_4bit") and stored.get("quant_method", "bitsandbytes") == "bitsandbytes":
         if not four:
-            raise ValueError("the checkpoint is already quantised to 4 bits: add --use_4bit_quantization True")
+            yield "the checkpoint is already quantised to 4 bits: add --use_4bit_quantization True"
         for flag, key, default in (
             ("bnb_4bit_quant_type", "bnb_4bit_quant_type", "fp4"),
             ("use_nested_quant", "bnb_4bit_use_double_quant", False),
         ):
             value, kept = getattr(model_args, flag), stored.get(key, default)
             if value != kept:
-                raise ValueError(
+                yield (
                     f"--{flag} {value}: the checkpoint is already quantised with {kept}, which cannot be changed; pass "
                     f"--{flag} {kept}, or give the 16-bit checkpoint"
                 )
     elif four or eight or fsdp:
-        raise ValueError(
+        yield (
             f"the checkpoint is already quantised ({stored.get('quant_method', 'unknown method')}), which "
             f"{'FSDP cannot shard' if fsdp else '4-bit and 8-bit flags do not change'}: give the 16-bit checkpoint"
             + (", or one in bitsandbytes' 4 bits, and --use_4bit_quantization True" if fsdp else "")
         )
 
 
-def check_precision(model_args, training_args, fsdp: FsdpSettings | None, config) -> None:
+def precision_problems(model_args, training_args, fsdp: FsdpSettings | None, config) -> Iterator[str]:
     """Mixed precision against the types of the weights."""
     four = model_args.use_4bit_quantization
     storage = model_args.bnb_4bit_quant_storage_dtype
     if training_args.fp16 and four and storage != "float32":
-        raise ValueError(
+        yield (
             f"--fp16 True with --bnb_4bit_quant_storage_dtype {storage}: float16 mixed precision needs float32 storage to "
             "train stably; use --bnb_4bit_quant_storage_dtype float32, or --bf16 True"
         )
     weights = getattr(config, "dtype", None) if model_args.dtype == "auto" else getattr(torch, model_args.dtype)
     if training_args.fp16 and not four and weights in (torch.float16, torch.bfloat16):
-        raise ValueError(
+        yield (
             f"--fp16 True with {str(weights).removeprefix('torch.')} base weights: float16 mixed precision needs float32 "
             "weights to train stably; use --dtype float32, or --bf16 True"
         )
+    if model_args.use_flash_attn and not training_args.use_cpu:
+        weights = getattr(torch, storage) if four else weights or torch.float32
+        if weights == torch.float32 and not (training_args.fp16 or training_args.bf16):
+            yield (
+                "--use_flash_attn True computes in 16 bits, and there are float32 weights without mixed precision: add "
+                "--bf16 True, or set --use_flash_attn False"
+            )
+        text = config.get_text_config()
+        heads = getattr(text, "num_attention_heads", None)
+        size = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
+        if size > 256:
+            yield f"--use_flash_attn True takes heads of up to 256, and this model's have {size}: set --use_flash_attn False"
     if four and fsdp and fsdp.version == 2 and training_args.bf16 and storage not in ("bfloat16",):
-        raise ValueError(
+        yield (
             f"--bnb_4bit_quant_storage_dtype {storage} with --bf16 True under FSDP2: mixed precision would convert the "
             "packed 4-bit bytes as if they were numbers; use bfloat16 storage"
         )
@@ -201,48 +239,123 @@ def optimizer_name(training_args) -> str:
     return str(getattr(training_args.optim, "value", training_args.optim))
 
 
-def check_fsdp(model_args, training_args, fsdp: FsdpSettings | None, config, meta: Callable) -> None:
+# What Accelerate reads of FSDP; `accelerate launch` makes these variables of the keys under fsdp_config.
+FSDP_BOOLEANS = [
+    "FSDP_OFFLOAD_PARAMS", "FSDP_USE_ORIG_PARAMS", "FSDP_FORWARD_PREFETCH", "FSDP_SYNC_MODULE_STATES",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING", "FSDP_ACTIVATION_CHECKPOINTING", "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD",
+]  # fmt: skip
+FSDP_CHOICES = {
+    "FSDP_STATE_DICT_TYPE": FSDP_STATE_DICT_TYPE,
+    "FSDP_AUTO_WRAP_POLICY": FSDP_AUTO_WRAP_POLICY,
+    "FSDP_BACKWARD_PREFETCH": FSDP_BACKWARD_PREFETCH,
+}
+FSDP_VARIABLES = [
+    *FSDP_BOOLEANS, *FSDP_CHOICES, "FSDP_VERSION", "FSDP_SHARDING_STRATEGY", "FSDP_RESHARD_AFTER_FORWARD",
+    "FSDP_MIN_NUM_PARAMS", "FSDP_TRANSFORMER_CLS_TO_WRAP", "FSDP_IGNORED_MODULES",
+]  # fmt: skip
+
+
+def fsdp_key(variable: str) -> str:
+    """The key under fsdp_config that a variable is made of."""
+    return "fsdp_transformer_layer_cls_to_wrap" if variable == "FSDP_TRANSFORMER_CLS_TO_WRAP" else variable.lower()
+
+
+def _truth(value: str) -> bool | None:
+    """As Accelerate reads it; None if it would stop at it."""
+    try:
+        return bool(str_to_bool(value))
+    except ValueError:
+        return None
+
+
+def unknown_fsdp_variables() -> list[str]:
+    """A line for each FSDP_* variable of the environment that nothing reads."""
+    unknown = sorted(name for name in os.environ if name.startswith("FSDP_") and name not in FSDP_VARIABLES)
+    return [f"{name} in the environment is read by nothing{nearest(name, FSDP_VARIABLES)}" for name in unknown]
+
+
+def fsdp_value_problems(fsdp: FsdpSettings) -> Iterator[str]:
+    """Values that Accelerate stops at once the model is built, and settings of one FSDP that the other does not read."""
+    for name in FSDP_BOOLEANS:
+        value = os.environ.get(name, "false")
+        if _truth(value) is None:
+            yield f"{fsdp_key(name)}: {value} in the Accelerate config must be true or false"
+    for name, choices in FSDP_CHOICES.items():
+        value = os.environ.get(name)
+        if value is not None and value.upper() not in choices and not value.isdigit():
+            yield (
+                f"{fsdp_key(name)}: {value} in the Accelerate config is none of {', '.join(choices)}"
+                f"{nearest(value.upper(), choices)}"
+            )
+    smallest = os.environ.get("FSDP_MIN_NUM_PARAMS", "0")
+    if not smallest.isdigit():
+        yield f"fsdp_min_num_params: {smallest} in the Accelerate config must be a whole number"
+    reshard, strategy = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true"), fsdp.sharding_strategy
+    if fsdp.version == 1 and reshard.lower() not in ("true", strategy.lower()):
+        yield (
+            f"fsdp_reshard_after_forward: {reshard} is not read under FSDP1, where fsdp_sharding_strategy: {strategy} is: "
+            "write fsdp_sharding_strategy: SHARD_GRAD_OP to keep gathered weights until the backward pass, or drop the line"
+        )
+    if fsdp.version == 2 and _truth(reshard) is None:
+        yield f"fsdp_reshard_after_forward: {reshard} in the Accelerate config must be true or false under FSDP2"
+    if fsdp.version == 2 and strategy not in ("FULL_SHARD", "1"):
+        yield (
+            f"fsdp_sharding_strategy: {strategy} is not read under FSDP2, which shards over all ranks: drop the line; "
+            "fsdp_reshard_after_forward: false is what SHARD_GRAD_OP was"
+        )
+    if fsdp.version == 2 and fsdp.state_dict_type in ("LOCAL_STATE_DICT", "2"):
+        yield "fsdp_state_dict_type: LOCAL_STATE_DICT is not supported under FSDP2: write SHARDED_STATE_DICT"
+    if _truth(os.environ.get("FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD", "false")) and (
+        fsdp.version == 1 or not fsdp.activation_checkpointing
+    ):
+        yield (
+            "fsdp_activation_checkpointing_offload: true needs FSDP2 and fsdp_activation_checkpointing: true: drop the line"
+        )
+
+
+def fsdp_problems(model_args, training_args, fsdp: FsdpSettings | None, config, meta: Callable) -> Iterator[str]:
     """Settings of the Accelerate config that contradict the arguments or the model."""
     if fsdp is None:
         return
+    yield from fsdp_value_problems(fsdp)
     if fsdp.version == 1 and fsdp.use_orig_params and not model_args.use_peft_lora:
-        raise ValueError(
-            "fsdp_use_orig_params: true in the Accelerate config is not supported under FSDP1, whose shards are loaded "
-            "flat: set fsdp_use_orig_params: false, or use an FSDP2 config"
+        yield (
+            "fsdp_use_orig_params: true in the Accelerate config (or a missing key, which means true) is not supported "
+            "under FSDP1, whose shards are loaded flat: set fsdp_use_orig_params: false, or use an FSDP2 config"
         )
     if fsdp.version == 1 and fsdp.use_orig_params:
         parameters = sum(p.numel() for p in meta().parameters())
         world = int(os.environ.get("WORLD_SIZE", "1"))
-        raise ValueError(
-            "fsdp_use_orig_params: true in the Accelerate config loses LoRA's memory saving under FSDP1: every unit mixes "
-            "trained and frozen weights, so gradients are allocated for the frozen ones too, here "
-            f"{parameters * 2 / world / 2**30:.2g} GiB per rank in 16 bit ({parameters / 1e9:.3g}B parameters on {world} "
-            "ranks); set fsdp_use_orig_params: false"
+        yield (
+            "fsdp_use_orig_params: true in the Accelerate config (or a missing key, which means true) loses LoRA's memory "
+            "saving under FSDP1: every unit mixes trained and frozen weights, so gradients are allocated for the frozen "
+            f"ones too, here {parameters * 2 / world / 2**30:.2g} GiB per rank ({parameters / 1e9:.3g}B parameters in 16 "
+            f"bit on {world} ranks); set fsdp_use_orig_params: false"
         )
-    if fsdp.hybrid and (training_args.use_cpu or os.environ.get("LOCAL_WORLD_SIZE", "1") == "1"):
+    if fsdp.version == 1 and fsdp.hybrid and (training_args.use_cpu or os.environ.get("LOCAL_WORLD_SIZE", "1") == "1"):
         # FSDP counts accelerators for the size of a machine; with one, every rank would train for itself.
-        raise ValueError(
+        yield (
             f"fsdp_sharding_strategy: {fsdp.sharding_strategy} shards over the devices of a machine, and there is one: "
             "use FULL_SHARD"
         )
     if fsdp.activation_checkpointing and training_args.gradient_checkpointing:
-        raise ValueError(
+        yield (
             "activation checkpointing is asked for twice: drop fsdp_activation_checkpointing from the Accelerate config, or "
             "pass --gradient_checkpointing False"
         )
     optimizer = optimizer_name(training_args)
     if any(part in optimizer for part in ("8bit", "paged", "bnb", "lion", "ademamix")):  # bitsandbytes' optimizers
-        raise ValueError(
+        yield (
             f"--optim {optimizer} has no sharded state under FSDP (FSDP2 fails at the first step, FSDP1 when it saves a "
             "checkpoint): use --optim adamw_torch_fused; LoRA's optimizer state is small anyway"
         )
     if optimizer == "adafactor" and fsdp.version == 2:
-        raise ValueError("--optim adafactor mixes sharded and plain tensors under FSDP2: use --optim adamw_torch_fused")
+        yield "--optim adafactor mixes sharded and plain tensors under FSDP2: use --optim adamw_torch_fused"
     if fsdp.layer_classes:
         model = meta()
         for name in fsdp.layer_classes:
             if get_module_class_from_name(model, name) is None:
-                raise ValueError(
+                yield (
                     f"fsdp_transformer_layer_cls_to_wrap: {name} is not a module of this {config.model_type} model; its "
                     f"layers are {', '.join(sorted(model._no_split_modules or ['unknown']))}: name those, or drop the key"
                 )
@@ -256,38 +369,51 @@ OPTIMIZER_PACKAGES = {
 }  # fmt: skip
 
 
-def check_trainer(model_args, training_args, fsdp: FsdpSettings | None) -> None:
+# What an evaluation measures: Trainer's and TRL's.
+EVALUATION_METRICS = (
+    "loss entropy mean_token_accuracy num_tokens aux_loss runtime samples_per_second steps_per_second".split()
+)
+
+
+def trainer_problems(model_args, training_args, fsdp: FsdpSettings | None) -> Iterator[str]:
     """Arguments that TRL or the Trainer refuse too, but only once the model is loaded."""
     if training_args.padding_free and not training_args.packing and training_args.max_length is not None:
-        raise ValueError(
+        yield (
             "TRL refuses --padding_free True with --max_length: use --packing True, which does not pad either, or "
             "max_length: null in a recipe"
         )
     if training_args.save_only_model and fsdp and "SHARDED" in fsdp.state_dict_type:
-        raise ValueError("--save_only_model True needs fsdp_state_dict_type: FULL_STATE_DICT in the Accelerate config")
+        yield "--save_only_model True needs fsdp_state_dict_type: FULL_STATE_DICT in the Accelerate config"
     optimizer = optimizer_name(training_args)
     for part, package in OPTIMIZER_PACKAGES.items():
         if part in optimizer and importlib.util.find_spec(package) is None:
-            raise ValueError(
-                f"--optim {optimizer} needs the package {package}: install it, or use --optim adamw_torch_fused"
-            )
+            yield f"--optim {optimizer} needs the package {package}: install it, or use --optim adamw_torch_fused"
     targets = re.split(r"[^\w]+", model_args.lora_target_modules)
     if model_args.use_peft_lora and fsdp and fsdp.version == 1 and "embed_tokens" in targets:
-        raise ValueError(
+        yield (
             "--lora_target_modules embed_tokens: FSDP1 cannot put its frozen and trained weights into one unit; "
             "use an FSDP2 config"
         )
     if model_args.use_peft_lora and "lm_head" in targets:
-        raise ValueError(
-            "--lora_target_modules lm_head: TRL's loss reads the head's weight directly, so LoRA there never trains"
-        )
-    if "WORLD_SIZE" not in os.environ and not training_args.use_cpu and torch.cuda.device_count() > 1:
-        raise ValueError(
-            f"one process on a machine with {torch.cuda.device_count()} GPUs: use `accelerate launch` with several "
-            "processes (run_peft_ddp.sh), or make one GPU visible with CUDA_VISIBLE_DEVICES=0"
-        )
+        yield "--lora_target_modules lm_head: TRL's loss reads the head's weight directly, so LoRA there never trains"
     if training_args.push_to_hub and get_token() is None:
-        raise ValueError("--push_to_hub needs a login: run `hf auth login` or set HF_TOKEN; or pass --push_to_hub False")
+        yield "--push_to_hub needs a login: run `hf auth login` or set HF_TOKEN; or pass --push_to_hub False"
+    if training_args.push_to_hub and is_offline_mode():
+        yield "--push_to_hub cannot reach the Hub while HF_HUB_OFFLINE is set: unset it, or pass --push_to_hub False"
+    if training_args.save_strategy == "best" and training_args.eval_strategy == "no":
+        yield "--save_strategy best saves after evaluations and --eval_strategy is no: add --eval_strategy epoch"
+    metric = training_args.metric_for_best_model
+    if training_args.save_strategy == "best" and metric is None:
+        yield "--save_strategy best needs --load_best_model_at_end True, which says by what"
+    if metric is not None and metric.removeprefix("eval_") not in EVALUATION_METRICS:
+        yield (
+            f"--metric_for_best_model {metric} is not measured: choose one of {', '.join(EVALUATION_METRICS)}"
+            f"{nearest(metric.removeprefix('eval_'), EVALUATION_METRICS)}"
+        )
+    schedule = training_args.lr_scheduler_type.value
+    if training_args.warmup_steps > 0 and schedule in ("constant", "reduce_lr_on_plateau", "greedy"):
+        fix = "use constant_with_warmup" if schedule == "constant" else "use cosine"
+        yield f"--warmup_steps {training_args.warmup_steps:g} has no effect with --lr_scheduler_type {schedule}: {fix}, or 0"
 
 
 def check_packing(training_args, meta: Callable) -> None:
@@ -321,9 +447,9 @@ RANGES = [
 ]
 
 
-def check_ranges(model_args, training_args) -> None:
+def range_problems(model_args, training_args) -> Iterator[str]:
     """Numbers that would train nothing, or something else, without an error."""
-    require(RANGES, model_args, training_args)
+    return out_of_range(RANGES, model_args, training_args)
 
 
 def settle_mixed_precision(training_args) -> list[str]:
@@ -351,37 +477,40 @@ def check_output(training_args) -> None:
         raise ValueError(f"--output_dir {folder}: {parent} is a file: name a folder")
 
 
-def check_files(model_args, training_args) -> None:
+def file_problems(model_args, training_args) -> Iterator[str]:
     """The output folder and the checkpoint to resume from."""
-    check_output(training_args)
+    yield from refusals(check_output, training_args)
     folder = Path(training_args.output_dir)
     resumed = training_args.resume_from_checkpoint
     there = checkpoint.numbered(folder)
     if resumed is None:
         if there:
-            raise ValueError(
+            yield (
                 f"--output_dir {folder} holds {there[-1][1].name} of an earlier run: add --resume_from_checkpoint auto to "
                 "go on with it, or name another folder, or delete it"
             )
         return
     resumed = Path(resumed)
-    check_checkpoint(resumed, model_args, training_args)
+    yield from checkpoint_problems(resumed, model_args, training_args)
     if folder.resolve() != resumed.resolve().parent:
         return
     step = training_state(resumed)["step"]
     newer = [path.name for number, path in there if number > step and checkpoint.problem_with(path) is None]
     if newer:
-        raise ValueError(
+        yield (
             f"--resume_from_checkpoint {resumed}: {newer[-1]} beside it is newer and good, and would be mixed with this "
             "run's: use auto to go on from that, or another --output_dir, or delete it"
         )
 
 
-def find_checkpoint(training_args) -> tuple[str | None, list[str]]:
+def find_checkpoint(training_args, repair: bool = True) -> tuple[str | None, list[str]]:
     """What `--resume_from_checkpoint` means: auto (or True) is the newest good checkpoint, False is none, else a folder.
 
     Every byte of it is verified against its manifest. One at the end of a finished run is taken with auto only, which a
     scheduler runs again whatever happened: nothing is left to train, and the result is saved again.
+
+    Args:
+        repair: whether to finish first what an interrupted save left half done; False changes nothing on the disk.
 
     Returns:
         The folder or None, and a line for each newer checkpoint that was skipped.
@@ -403,7 +532,8 @@ def find_checkpoint(training_args) -> tuple[str | None, list[str]]:
             raise ValueError(f"--resume_from_checkpoint {value} cannot be used: {problem}; name another, or auto")
         _refuse_finished(Path(value), training_args)
         return value, []
-    checkpoint.recover(output_dir)
+    if repair:
+        checkpoint.recover(output_dir)
     skipped = []
     for _, path in reversed(checkpoint.numbered(output_dir)):
         problem = problem_with_resuming(path)
@@ -461,14 +591,14 @@ KEPT_ON_RESUME = (
 ).split()
 
 
-def check_checkpoint(folder: Path, model_args, training_args) -> None:
+def checkpoint_problems(folder: Path, model_args, training_args) -> Iterator[str]:
     """A good checkpoint against the run that wants to go on from it."""
     name, state = f"--resume_from_checkpoint {folder}", training_state(folder)
     now = run_record.arguments(model_args, training_args)
     for key in KEPT_ON_RESUME:
         was = state["arguments"].get(key)
         if was != now[key]:
-            raise ValueError(
+            yield (
                 f"{name} was trained with --{key} {was}, now it is {now[key]}: going on needs what it was (or start anew in "
                 "another --output_dir)"
             )
@@ -481,7 +611,7 @@ def check_checkpoint(folder: Path, model_args, training_args) -> None:
         elif wanted % ranks == 0:
             fix = f"with {ranks} processes use --per_device_train_batch_size {math.gcd(batch, wanted // ranks)} "
             fix += f"--gradient_accumulation_steps {wanted // ranks // math.gcd(batch, wanted // ranks)}"
-        raise ValueError(
+        yield (
             f"{name} was trained on {wanted} rows for each step, now it would be {batch * accumulation * ranks}: {fix}, so "
             "that every row still comes once"
         )
@@ -512,17 +642,47 @@ def check_data(training_args, fingerprint: dict, model_args) -> list[str]:
     return notes
 
 
-def check_launch(model_args, training_args, fsdp: FsdpSettings | None, config) -> None:
-    """Every check that needs the arguments, the Accelerate config and the model's `config.json`, and no weights."""
+def target_problems(value: str, model) -> Iterator[str]:
+    """Each part of `--lora_target_modules` that matches no module, or one that LoRA cannot adapt."""
+    targets = utils.target_modules(value)
+    for target in targets if isinstance(targets, list) else [targets]:
+        yield from refusals(utils.check_target_modules, target, model)
+
+
+def launch_problems(model_args, training_args, fsdp: FsdpSettings | None, config) -> Iterator[str]:
+    """All that is wrong with the arguments, the Accelerate config and the model's `config.json`, whatever the machine."""
     # About a second for a 70B: made once, and only if a check asks for it.
     meta = functools.cache(functools.partial(loading.meta_model, config, training_args.trust_remote_code))
-    check_quantization(model_args, fsdp, config)
-    check_precision(model_args, training_args, fsdp, config)
-    check_fsdp(model_args, training_args, fsdp, config, meta)
-    check_trainer(model_args, training_args, fsdp)
-    check_ranges(model_args, training_args)
-    check_files(model_args, training_args)
-    utils.attention_implementation(model_args.use_flash_attn, training_args.use_cpu)
-    check_packing(training_args, meta)
+    yield from quantization_problems(model_args, fsdp, config)
+    yield from precision_problems(model_args, training_args, fsdp, config)
+    yield from fsdp_problems(model_args, training_args, fsdp, config, meta)
+    yield from trainer_problems(model_args, training_args, fsdp)
+    yield from range_problems(model_args, training_args)
+    yield from refusals(check_packing, training_args, meta)
     if model_args.use_peft_lora:
-        utils.check_target_modules(model_args.lora_target_modules, meta())
+        try:
+            yield from target_problems(model_args.lora_target_modules, meta())
+        except ValueError as error:
+            yield str(error)
+
+
+def machine_problems(model_args, training_args) -> Iterator[str]:
+    """What is wrong with the arguments on this machine: its devices and its packages."""
+    if "WORLD_SIZE" not in os.environ and not training_args.use_cpu and torch.cuda.device_count() > 1:
+        yield (
+            f"one process on a machine with {torch.cuda.device_count()} GPUs: use `accelerate launch` with several "
+            "processes (run_peft_ddp.sh), or make one GPU visible with CUDA_VISIBLE_DEVICES=0"
+        )
+    yield from refusals(utils.attention_implementation, model_args.use_flash_attn, training_args.use_cpu)
+    if model_args.use_flash_attn and torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
+        yield (
+            f"--use_flash_attn True needs a GPU of compute capability 8.0 and {torch.cuda.get_device_name()} has "
+            f"{'.'.join(map(str, torch.cuda.get_device_capability()))}: set --use_flash_attn False"
+        )
+
+
+def check_launch(model_args, training_args, fsdp: FsdpSettings | None, config) -> None:
+    """Raise ValueError for the first thing that is wrong, before any weight is read."""
+    raise_first(launch_problems(model_args, training_args, fsdp, config))
+    raise_first(machine_problems(model_args, training_args))
+    raise_first(file_problems(model_args, training_args))

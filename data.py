@@ -29,7 +29,7 @@ import formats
 import row_files
 import sources
 from encoding import IGNORE_INDEX
-from errors import require
+from errors import out_of_range, raise_first
 
 REPORT_ROWS = 1000  # of a stream, that the report is about
 TOKENS = Features({"input_ids": List(Value("int32")), "labels": List(Value("int32"))})
@@ -472,7 +472,7 @@ def prepare(data_args, training_args, tokenizer: PreTrainedTokenizerBase) -> Pre
 
 def check_choices(data_args, training_args) -> None:
     """Raise ValueError for numbers out of range and for choices that exclude each other."""
-    require(RANGES, data_args, training_args)
+    raise_first(out_of_range(RANGES, data_args, training_args))
     if training_args.packing and training_args.packing_strategy == "wrapped":
         raise ValueError(
             "--packing_strategy wrapped lets rows attend to each other and cuts them anywhere: use bfd or bfd_split"

@@ -1,11 +1,12 @@
 """One line for each mistake a user can make, printed once, with a non-zero exit on every rank."""
 
 import contextlib
+import difflib
 import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 # How long the other ranks wait for the main process to print the same mistake and end the run. The launcher stops
@@ -27,8 +28,22 @@ def fail(message: str) -> None:
     os._exit(1)
 
 
-def require(ranges: Iterable[tuple[str, str, Callable]], *groups) -> None:
-    """Raise ValueError for the first argument that is out of range.
+def raise_first(problems: Iterable[str]) -> None:
+    """Raise ValueError for the first of the problems, if there is one."""
+    for problem in problems:
+        raise ValueError(problem)
+
+
+def refusals(check: Callable, *args) -> Iterator[str]:
+    """What the ValueError says that `check(*args)` raises, if it does."""
+    try:
+        check(*args)
+    except ValueError as error:
+        yield str(error)
+
+
+def out_of_range(ranges: Iterable[tuple[str, str, Callable]], *groups) -> Iterator[str]:
+    """A line for each argument that is out of range.
 
     Args:
         ranges: (argument, what it must be in words, the test).
@@ -37,7 +52,13 @@ def require(ranges: Iterable[tuple[str, str, Callable]], *groups) -> None:
     for name, what, good in ranges:
         value = next(getattr(group, name) for group in groups if hasattr(group, name))
         if not good(value):
-            raise ValueError(f"--{name} {value} must be {what}")
+            yield f"--{name} {value} must be {what}"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """` (did you mean …?)` for an unknown name, or nothing if no known one is like it."""
+    found = difflib.get_close_matches(name, known, n=1)
+    return f" (did you mean {found[0]}?)" if found else ""
 
 
 @contextlib.contextmanager

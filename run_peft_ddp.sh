@@ -2,11 +2,12 @@
 # LoRA with DDP: a copy of a 7-8B model on each GPU with 24 GB or more. Flags given here win.
 #   bash run_peft_ddp.sh
 #   MODEL=my/model DATASET=my/data NUM_PROCESSES=4 bash run_peft_ddp.sh
+#   LAUNCH="python preflight.py --gpu a10g" bash run_peft_ddp.sh        will it work, and fit? Starts nothing
 set -euo pipefail
 cd "$(dirname "$0")"
 export HF_HUB_DISABLE_TELEMETRY=1
 
-accelerate launch --config_file "${CONFIG:-configs/ddp_config.yaml}" ${NUM_PROCESSES:+--num_processes "$NUM_PROCESSES"} \
+${LAUNCH:-accelerate launch} --config_file "${CONFIG:-configs/ddp_config.yaml}" ${NUM_PROCESSES:+--num_processes "$NUM_PROCESSES"} \
     ${PORT:+--main_process_port "$PORT"} ${SCRIPT:-train.py} \
     --seed 100 \
     --model_name_or_path "${MODEL:-meta-llama/Llama-3.1-8B-Instruct}" \

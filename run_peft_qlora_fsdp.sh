@@ -2,13 +2,14 @@
 # QLoRA + FSDP1 with parameter offload, as the guide has it: a 70B on 2 GPUs with 24 GB. Any flag given to this script wins over the ones below.
 #   bash run_peft_qlora_fsdp.sh
 #   MODEL=my/model DATASET=my/data CONFIG=configs/fsdp2_config_qlora.yaml NUM_PROCESSES=4 bash run_peft_qlora_fsdp.sh --lora_r 16
+#   LAUNCH="python preflight.py --gpu 4090" bash run_peft_qlora_fsdp.sh        will it work, and fit? Starts nothing
 set -euo pipefail
 cd "$(dirname "$0")"
 export HF_HUB_DISABLE_TELEMETRY=1
 # After a SIGTERM the launcher waits this long before it kills: a micro-batch and a save have to fit.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120}"
 
-accelerate launch --config_file "${CONFIG:-configs/fsdp_config_qlora.yaml}" ${NUM_PROCESSES:+--num_processes "$NUM_PROCESSES"} \
+${LAUNCH:-accelerate launch} --config_file "${CONFIG:-configs/fsdp_config_qlora.yaml}" ${NUM_PROCESSES:+--num_processes "$NUM_PROCESSES"} \
     ${PORT:+--main_process_port "$PORT"} ${SCRIPT:-train.py} \
     --seed 100 \
     --model_name_or_path "${MODEL:-meta-llama/Llama-2-70b-hf}" \

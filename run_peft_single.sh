@@ -2,11 +2,12 @@
 # LoRA on one GPU: a 7-8B in 16 bit on 24 GB. QLoRA on 12 GB: add --use_4bit_quantization True. Flags given here win.
 #   bash run_peft_single.sh
 #   MODEL=my/model DATASET=my/data bash run_peft_single.sh --use_4bit_quantization True
+#   LAUNCH="python preflight.py --gpu 4090" bash run_peft_single.sh        will it work, and fit? Starts nothing
 set -euo pipefail
 cd "$(dirname "$0")"
 export HF_HUB_DISABLE_TELEMETRY=1
 
-accelerate launch --config_file "${CONFIG:-configs/single_config.yaml}" ${SCRIPT:-train.py} \
+${LAUNCH:-accelerate launch} --config_file "${CONFIG:-configs/single_config.yaml}" ${SCRIPT:-train.py} \
     --seed 100 \
     --model_name_or_path "${MODEL:-meta-llama/Llama-3.1-8B-Instruct}" \
     --dataset_name "${DATASET:-HuggingFaceH4/ultrachat_200k}" --splits "${SPLITS:-train_sft,test_sft[:500]}" \

@@ -22,7 +22,7 @@ export CONFIG="${CONFIG:-configs/fsdp2_config.yaml}" SCRIPT="${SCRIPT:-train.py}
 
 status=0
 # shellcheck disable=SC2016  # the variables in quotes are those of each node
-srun --kill-on-bad-exit=1 bash -c 'exec accelerate launch --config_file "$CONFIG" \
+srun --kill-on-bad-exit=1 bash -c 'exec ${LAUNCH:-accelerate launch} --config_file "$CONFIG" \
     --num_machines "$SLURM_NNODES" --machine_rank "$SLURM_NODEID" --num_processes $((SLURM_NNODES * SLURM_GPUS_ON_NODE)) \
     --main_process_ip "$HEAD" --main_process_port "$PORT" "$SCRIPT" "$@" --resume_from_checkpoint auto' bash "$@" || status=$?
 if grep -qs '"status": "stopped"' "$out/run.json"; then

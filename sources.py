@@ -317,14 +317,14 @@ def read_mixture(value: str) -> Mixture:
     Raises:
         ValueError: one line that names the file, the number of the entry and the key.
     """
-    from arguments import _UniqueKeyLoader  # imports TRL, which takes seconds and which a single data set does not need
+    from arguments import UniqueKeyLoader  # imports TRL, which takes seconds and which a single data set does not need
 
     is_text = value.lstrip()[:1] in ("{", "[")
     where = "mixture" if is_text else f"mixture {value}"
     try:
         text = value if is_text else Path(value).expanduser().read_text(encoding="utf-8-sig")
         is_json = is_text or value.endswith(".json")
-        content = json.loads(text, object_pairs_hook=unique_keys) if is_json else yaml.load(text, Loader=_UniqueKeyLoader)
+        content = json.loads(text, object_pairs_hook=unique_keys) if is_json else yaml.load(text, Loader=UniqueKeyLoader)
     except FileNotFoundError:
         raise one_line(f"{where} does not exist: give the path of a .yaml or .json file, or JSON text") from None
     except (OSError, ValueError, yaml.YAMLError) as error:

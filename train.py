@@ -24,6 +24,7 @@ import checks
 import cpu_fsdp
 import data
 import data_report
+import findings
 import loading
 import peft_fsdp
 import run_record
@@ -31,7 +32,7 @@ import sharding
 import turns
 import utils
 from adapter import WrongAdapter
-from errors import fail, one_line_errors
+from errors import fail, one_line_errors, raise_first
 from health import HealthCheck
 from preemption import Preemption, give_restarts_a_store_of_their_own
 from trainer import AdapterSFTTrainer, SaveFailed
@@ -50,7 +51,7 @@ def main(argv: list[str] | None = None) -> AdapterSFTTrainer:
         model_args, data_args, training_args = command.build()
         checks.check_world(PartialState().num_processes)
         cpu_fsdp.keep_timeout(command.use_cpu, training_args.ddp_timeout)
-        notes += checks.settle_mixed_precision(training_args)
+        notes += checks.settle_mixed_precision(training_args) + checks.unknown_fsdp_variables()
         set_seed(training_args.seed)
 
         # Check everything that needs no weights.
@@ -69,6 +70,8 @@ def main(argv: list[str] | None = None) -> AdapterSFTTrainer:
         if PartialState().is_main_process:
             data_report.show(prepared.report)
             data_report.write(prepared.report, training_args.output_dir)
+        rows = None if data_args.streaming else len(prepared.train)
+        notes += findings.notes(findings.check_schedule(training_args, rows))
         fingerprint = on_main(prepared.fingerprint)
         if training_args.resume_from_checkpoint is not None:
             notes += checks.check_data(training_args, fingerprint, model_args)
@@ -188,10 +191,8 @@ def prepare_data(model_args, data_args, training_args):
 
 def report_data(command: arguments.Command) -> None:
     """`--data_only`: the report on the data, for which neither the model nor its hardware is needed."""
-    command.values.use_cpu, command.values.bf16, command.values.fp16 = True, False, False
-    command.values.tf32, command.values.torch_compile = None, False
-    model_args, data_args, training_args = command.build()
-    checks.check_ranges(model_args, training_args)
+    model_args, data_args, training_args = command.build_without_hardware()
+    raise_first(checks.range_problems(model_args, training_args))
     checks.check_output(training_args)
     *_, prepared = prepare_data(model_args, data_args, training_args)
     if PartialState().is_main_process:

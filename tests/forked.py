@@ -115,7 +115,7 @@ def inject(fault: dict) -> None:
 
 def pretend_hub(case: dict, out: Path) -> None:
     """Uploads are noted in NAME.uploads.txt, with what would be sent; "hub": "down" makes each fail."""
-    checks.get_token = lambda: "a token"
+    checks.get_token, checks.is_offline_mode = lambda: "a token", lambda: False
     trainer.AdapterSFTTrainer.init_hf_repo = lambda self, **kwargs: setattr(self, "hub_model_id", "me/model")
 
     def upload(folder_path, commit_message, ignore_patterns=(), run_as_future=False, path_in_repo="", **kwargs):
