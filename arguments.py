@@ -163,6 +163,10 @@ class TrainingConfig(SFTConfig):
             "a folder; False"
         },
     )
+    dry_run: bool = field(
+        default=False,
+        metadata={"help": "Check the launch, print what it needs and stop, before anything is loaded; see preflight.py."},
+    )
     use_reentrant: bool | None = field(
         default=None, metadata={"help": "Reentrant gradient checkpointing; unset: False, PyTorch's recommendation."}
     )
@@ -258,7 +262,7 @@ HELP_GROUPS = [
         "evaluation",
         r"eval_.*|prediction_loss_only|metric_for_best_model|greater_is_better|load_best_model_at_end|batch_eval.*",
     ),
-    ("saving and resuming", r"output_dir|save_.*|resume_from_checkpoint|restore_.*|ignore_data_skip|enable_jit_.*"),
+    ("saving and resuming", r"output_dir|dry_run|save_.*|resume_from_checkpoint|restore_.*|ignore_data_skip|enable_jit_.*"),
     ("logging", r"log.*|report_to|run_name|project|trackio.*|disable_tqdm|include_.*|.*_tokens_seen"),
     ("Hub", r"push_to_hub|hub_.*"),
     ("reproducibility", r"seed|data_seed|full_determinism"),

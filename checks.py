@@ -44,6 +44,7 @@ class FsdpSettings:
     state_dict_type: str
     activation_checkpointing: bool
     layer_classes: list[str]
+    reshard_after_forward: bool = True  # whether layers are let go between forward and backward
 
     @property
     def name(self) -> str:
@@ -80,6 +81,10 @@ class FsdpSettings:
         version = os.environ.get("FSDP_VERSION", "1")
         if version not in ("1", "2"):
             raise ValueError(f"fsdp_version: {version} in the Accelerate config must be 1 or 2")
+        keeps = ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2", "2", "5")
+        reshards = strategy.upper() not in keeps
+        if version == "2":
+            reshards = _truth(os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true")) is not False
         return cls(
             version=int(version),
             sharding_strategy=strategy.upper(),
@@ -90,6 +95,7 @@ class FsdpSettings:
             ).upper(),
             activation_checkpointing=flag("FSDP_ACTIVATION_CHECKPOINTING"),
             layer_classes=[c for c in os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "").split(",") if c],
+            reshard_after_forward=reshards,
         )
 
 

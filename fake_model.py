@@ -3,7 +3,7 @@
 `skeleton` makes the modules on the meta device. Inside `without_memory` their parameters become fake tensors, on which
 forward and backward allocate and free what the real ones would, as far as a tracker can see, in a second and in no memory.
 What a CPU computes in another way than an accelerator (the attention kernel, 4-bit products, TRL's loss kernels, layer norms
-under autocast) is stood in for by functions that allocate what the accelerator's do. Used by `memory.py` and `simulation.py`.
+under autocast) is stood in for by functions that allocate what the accelerator's do.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ import copy
 import functools
 import re
 import types
+import warnings
 import weakref
 from collections.abc import Iterator
 from unittest import mock
@@ -19,7 +20,7 @@ import bitsandbytes
 import torch
 import torch.nn.functional as F
 import trl.kernels.chunked_logprob as logprob_kernels
-from peft import LoraConfig, get_peft_model
+from peft import get_peft_model
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
@@ -32,7 +33,6 @@ from trl.trainer.utils import add_fused_lm_head
 import loading
 import peft_fsdp
 import utils
-
 
 
 class Skeleton:
@@ -117,18 +117,20 @@ def build(setup, indices: list[int]) -> nn.Module:
     grow_vocabulary(model, setup.vocabulary)
     model.config._attn_implementation = setup.attention
     add_fused_lm_head(model)
-    if setup.lora is not None:
-        with torch.device("meta"):
-            model = get_peft_model(model, setup.lora)
-        peft_fsdp.give_token_rows_a_bias(model)
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and (setup.lora is not None or setup.strategy.startswith("FSDP") and setup.mixed is not None):
-            parameter.data = parameter.data.float()
     model.train()
-    if setup.checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # PEFT uses names that go away
         if setup.lora is not None:
-            model.enable_input_require_grads()  # as TRL does
+            with torch.device("meta"):
+                model = get_peft_model(model, setup.lora)
+            peft_fsdp.give_token_rows_a_bias(model)
+        if setup.checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            if setup.lora is not None:
+                model.enable_input_require_grads()  # as TRL does
+    if setup.lora is not None or (setup.sharded and setup.mixed is not None):
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
     if setup.strategy == "FSDP1" and (setup.mixed is not None or setup.quantization is not None):
         peft_fsdp.keep_lora_input_dtype(model)
     return model
@@ -227,9 +229,9 @@ def _flash_attention(module, query, key, value, attention_mask, **kwargs):
 
 
 def _layer_norm_in_float32(original, x, shape, weight=None, bias=None, eps=1e-5):
-    if not torch.is_autocast_enabled("cpu"):
-        return original(x, shape, weight, bias, eps)
-    return original(x.float(), shape, weight if weight is None else weight.float(), bias if bias is None else bias.float(), eps)
+    if torch.is_autocast_enabled("cpu"):
+        x, weight, bias = (None if tensor is None else tensor.float() for tensor in (x, weight, bias))
+    return original(x, shape, weight, bias, eps)
 
 
 @contextlib.contextmanager
@@ -237,13 +239,12 @@ def without_memory(device: str) -> Iterator[FakeTensorMode]:
     """While open, tensors are fake, and operations allocate what they would on `device` ("cuda" or "cpu")."""
     with contextlib.ExitStack() as stack:
         if device != "cpu":
-            nothing = functools.partial(_nothing)
             attentions = {"flash_attention_2": _flash_attention, utils.FLASH_ATTENTION_KERNEL: _flash_attention}
             stack.enter_context(mock.patch.dict(ALL_ATTENTION_FUNCTIONS._local_mapping, attentions))
             stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", _sdpa))
             stack.enter_context(mock.patch.object(F, "layer_norm", functools.partial(_layer_norm_in_float32, F.layer_norm)))
             for kernel in ("_forward_tile", "_backward_tile", "_addmm_fp32"):  # they work in place
-                stack.enter_context(mock.patch.object(logprob_kernels, kernel, nothing))
+                stack.enter_context(mock.patch.object(logprob_kernels, kernel, _nothing))
         yield stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
 
 

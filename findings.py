@@ -233,11 +233,10 @@ def _learning_rate(model_args, training_args) -> list[Finding]:
     return [Finding("warning", f"--learning_rate {rate:g} is unusual for {kind}", why, f"--learning_rate {usual}")]
 
 
-def check_disk(training_args, checkpoint_bytes: int, steps: int | None) -> list[Finding]:
-    """The checkpoints to come against the free bytes of the output folder's disk.
+def checkpoints_kept(training_args, steps: int | None) -> int:
+    """How many checkpoints lie on the disk at once, at most.
 
     Args:
-        checkpoint_bytes: of one checkpoint.
         steps: of the whole run; None if not known.
     """
     strategy, limit = training_args.save_strategy, training_args.save_total_limit
@@ -249,7 +248,11 @@ def check_disk(training_args, checkpoint_bytes: int, steps: int | None) -> list[
         saves = math.ceil(steps / every(training_args.save_steps, steps))
     else:
         saves = 2  # it is not known how many; the next one is whole before the last is deleted
-    kept = saves if limit is None else min(saves, limit + 1)
+    return saves if limit is None else min(saves, limit + 1)
+
+
+def check_disk(training_args, kept: int, checkpoint_bytes: int) -> list[Finding]:
+    """The checkpoints to come against the free bytes of the output folder's disk."""
     need, folder = kept * checkpoint_bytes, Path(training_args.output_dir).absolute()
     free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
     if need <= free:
@@ -258,6 +261,20 @@ def check_disk(training_args, checkpoint_bytes: int, steps: int | None) -> list[
     why = f"its disk has {free / 2**30:.3g} GiB free"
     fits = free // checkpoint_bytes - 1
     return [Finding("error", what, why, f"--save_total_limit {fits}" if fits > 0 else "--output_dir on another disk")]
+
+
+def check_card(capability: tuple[int, int], name: str, model_args, training_args) -> list[Finding]:
+    """What a card that is not here cannot do, by its CUDA compute capability."""
+    found, version = [], ".".join(map(str, capability))
+    if capability >= (8, 0):
+        return []
+    if training_args.bf16:
+        what = f"--bf16 True on {name}, of compute capability {version}"
+        found.append(Finding("warning", what, "bfloat16 is emulated below 8.0", "--bf16 False --fp16 True --dtype float32"))
+    if model_args.use_flash_attn:
+        what = f"--use_flash_attn True on {name}, of compute capability {version}"
+        found.append(Finding("error", what, "FlashAttention 2 needs 8.0", "--use_flash_attn False"))
+    return found
 
 
 def _hub(training_args, here: bool) -> list[Finding]:

@@ -4,8 +4,8 @@
     found = memory.estimate(setup)           # phases and terms, in bytes
     memory.estimate(dataclasses.replace(setup, micro_batch=4))
 
-Shards, gathered layers and checkpoints are sums over the shapes of the model with its adapter; what a layer and the loss need
-for a micro-batch is read off a run of one layer without memory (`working_set.py`). `simulation.py` runs a whole step instead.
+Shards, gathered layers and checkpoints are sums over the shapes of the model with its adapter; what a layer and the loss
+need for a micro-batch is read off a run of one layer without memory (`working_set.py`); `simulation.py` runs a whole step.
 Peak of a phase = what is held all the time + gathered weights + what earlier layers left + the working set of one layer.
 """
 
@@ -59,8 +59,7 @@ class Setup:
     checkpointing: bool = True
     offload_activations: bool = False
     attention: str = "sdpa"  # or "eager", "flash_attention_2"
-    kept_checkpoints: int | None = None  # None: all of them
-    saves: int | None = None  # checkpoints that will be written; None: not known
+    saves: int = 0  # checkpoints that will be kept
 
     @property
     def config(self) -> PretrainedConfig:
@@ -92,7 +91,7 @@ class Setup:
 
 
 # Optimizer state in multiples of the trained weights' bytes, by a part of the optimizer's name; the first that matches.
-OPTIMIZER_STATES = [("8bit", 0.5), ("4bit", 0.25), ("adafactor", 0), ("sgd", 0), ("lion", 1), ("adagrad", 1), ("rmsprop", 1), ("", 2)]
+OPTIMIZER_STATES = [("8bit", 0.5), ("4bit", 0.25), ("adafactor", 0), ("sgd", 0), ("lion", 1), ("adagrad", 1), ("rmsprop", 1)]
 
 
 @dataclass
@@ -221,7 +220,7 @@ class Estimate:
         return int(LEAST_RESERVED * self.peak + CONTEXT[0]), int(MOST_RESERVED * self.peak + CONTEXT[1])
 
     def verdict(self, capacity: int) -> str:
-        """"fits", "tight" or "does not fit" on a device with `capacity` bytes."""
+        """ "fits", "tight" or "does not fit" on a device with `capacity` bytes."""
         if self.in_use()[0] > capacity:
             return "does not fit"
         return "fits" if COMFORTABLE * self.peak + sum(CONTEXT) / 2 <= capacity else "tight"
@@ -239,7 +238,7 @@ STASH = 5  # activations that TRL's offloading still holds on the device
 
 
 # Fields that change neither what a layer allocates nor the shards; reset, so that results are found again.
-NOT_OF_A_STEP = dict(optimizer="", eval_batch=0, accumulation=1, kept_checkpoints=None, saves=None, offload_params=False)
+NOT_OF_A_STEP = dict(optimizer="", eval_batch=0, accumulation=1, saves=0, offload_params=False)
 NOT_OF_A_LAYER = NOT_OF_A_STEP | dict(ranks=1, ranks_here=1, shard_ranks=1, reshard_after_forward=True, micro_batch=1)
 NOT_OF_A_SHARD = NOT_OF_A_STEP | dict(micro_batch=1, length=1, packing=False, checkpointing=False, attention="sdpa")
 
@@ -268,7 +267,8 @@ def estimate(setup: Setup) -> Estimate:
         update["copies"] = whole.trained
     phases["optimizer step"] = held | update
     if setup.eval_batch:
-        phases["evaluation"] = moments(layer(setup.eval_batch, training=False))["loss"]
+        evaluation = moments(layer(setup.eval_batch, training=False))
+        phases["evaluation"] = max(evaluation.values(), key=lambda terms: sum(terms.values()))
     phases["save"] = held | {"one gathered weight": whole.largest_trained}
     return Estimate(
         setup,
@@ -282,7 +282,7 @@ def estimate(setup: Setup) -> Estimate:
 
 def optimizer_bytes(setup: Setup, trained: int) -> int:
     """Of a rank's optimizer state, for so many bytes of trained weights; most have two numbers for each weight."""
-    each = next(each for part, each in OPTIMIZER_STATES if part in setup.optimizer)
+    each = next((each for part, each in OPTIMIZER_STATES if part in setup.optimizer), 2)  # Adam's
     return int(trained * each)
 
 
@@ -340,6 +340,66 @@ def _step(setup: Setup, held: dict[str, int], units: dict[int, Unit], embedding:
     return phases | ({"backward": worst(backward, reduced)} if layer.backward else {})
 
 
+def from_launch(
+    model_args, training_args, fsdp, config, ranks: int, ranks_here: int, vocabulary=0, new_tokens=0, saves=0
+) -> Setup:
+    """The setup of a launch.
+
+    Args:
+        fsdp: `checks.FsdpSettings`, or None.
+        ranks, ranks_here: of all machines, and of one.
+        vocabulary: tokens of the tokenizer.
+        new_tokens: how many embedding rows are trained because no checkpoint fills them.
+        saves: checkpoints that will be kept.
+    """
+    lora = model_args.use_peft_lora
+    skeleton = fake_model.Skeleton(
+        config,
+        training_args.trust_remote_code,
+        model_args.lora_target_modules if lora else "all-linear",
+        fsdp.layer_classes if fsdp else (),
+    )
+    text = skeleton.model.config.get_text_config()
+    four, eight = model_args.use_4bit_quantization, model_args.use_8bit_quantization
+    storage = getattr(torch, model_args.bnb_4bit_quant_storage_dtype)
+    dtype = model_args.dtype if model_args.dtype != "auto" else (getattr(config, "dtype", None) or torch.float32)
+    dtype = storage if four and storage.is_floating_point else getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    shard_ranks = fsdp.shard_ranks(ranks, ranks_here) if fsdp else 1
+    attention = "flash_attention_2" if model_args.use_flash_attn else skeleton.model.config._attn_implementation
+    evaluates = str(getattr(training_args.eval_strategy, "value", training_args.eval_strategy)) != "no"
+    return Setup(
+        skeleton,
+        strategy=fsdp.name if fsdp else "DDP" if ranks > 1 else "one device",
+        ranks=ranks,
+        ranks_here=ranks_here,
+        shard_ranks=shard_ranks,
+        device="cpu" if training_args.use_cpu else "cuda",
+        reshard_after_forward=fsdp is None or fsdp.reshard_after_forward,
+        offload_params=bool(fsdp and fsdp.offload_params and not training_args.use_cpu),
+        dtype=dtype,
+        quantization=model_args.bnb_4bit_quant_type if four else "int8" if eight else None,
+        nested=model_args.use_nested_quant,
+        storage=storage,
+        compute=getattr(torch, model_args.bnb_4bit_compute_dtype),
+        mixed=torch.float16 if training_args.fp16 else torch.bfloat16 if training_args.bf16 else None,
+        lora_r=model_args.lora_r if lora else None,
+        lora_dropout=model_args.lora_dropout if lora else 0.0,
+        use_dora=bool(lora and model_args.use_dora),
+        vocabulary=max(vocabulary, text.vocab_size),
+        new_tokens=new_tokens if lora else 0,
+        optimizer=str(getattr(training_args.optim, "value", training_args.optim)),
+        micro_batch=training_args.per_device_train_batch_size,
+        eval_batch=training_args.per_device_eval_batch_size if evaluates else 0,
+        length=training_args.max_length or text.max_position_embeddings,
+        accumulation=training_args.gradient_accumulation_steps,
+        packing=training_args.packing or training_args.padding_free,
+        checkpointing=training_args.gradient_checkpointing or bool(fsdp and fsdp.activation_checkpointing),
+        offload_activations=training_args.activation_offloading,
+        attention=attention,
+        saves=saves,
+    )
+
+
 def _loading(setup: Setup, whole: Unit) -> int:
     """What filling the shards takes beside them: see `loading.py`. Without FSDP nothing, for the model is moved whole."""
     if not setup.sharded:
@@ -369,8 +429,6 @@ def _disk(setup: Setup, whole: Unit) -> dict[str, int]:
     stored = whole.numel * 2
     adapter = whole.trained_numel * 4
     state = optimizer_bytes(setup, adapter)
-    terms = {"base model, 16 bit": stored, "result": adapter, "one checkpoint": adapter + state}
-    if setup.saves is not None:
-        kept = setup.saves if setup.kept_checkpoints is None else min(setup.saves, setup.kept_checkpoints)
-        terms["checkpoints kept"] = kept * (adapter + state)
-    return terms
+    return {"base model, 16 bit": stored, "result": adapter, "one checkpoint": adapter + state} | (
+        {"checkpoints kept": setup.saves * (adapter + state)} if setup.saves else {}
+    )

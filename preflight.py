@@ -29,8 +29,6 @@ import memory_report
 import utils
 from errors import one_line_errors
 
-CHECKPOINT_BYTES = 12  # of a trained parameter: itself and Adam's two moments, in float32
-
 
 def read_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Preflight's own flags, which stand anywhere before the script, and everything else in its order.
@@ -120,11 +118,17 @@ def check(launch: launches.Launch, built: tuple, flags: argparse.Namespace) -> m
     found += findings.collect(
         launch, command, model_args, data_args, training_args, fsdp, config, tokenizer_size, here=here, rows=flags.rows
     )
-    with launch.in_force():
-        ranks, ranks_here = launch.processes, launch.processes_per_machine
-        setup = memory.from_launch(model_args, training_args, fsdp, config, ranks, ranks_here)
-    setup = dataclasses.replace(
-        setup, vocabulary=tokenizer_size or 0, new_tokens=new_tokens if model_args.use_peft_lora else 0
+    kept = findings.checkpoints_kept(training_args, findings.total_steps(training_args, flags.rows))
+    setup = memory.from_launch(
+        model_args,
+        training_args,
+        fsdp,
+        config,
+        launch.processes,
+        launch.processes_per_machine,
+        tokenizer_size or 0,
+        new_tokens,
+        kept,
     )
     result = memory_report.Report(memory.estimate(setup), card=card, findings=found)
     if flags.exact:
@@ -135,8 +139,9 @@ def check(launch: launches.Launch, built: tuple, flags: argparse.Namespace) -> m
     if here:
         result.ram = psutil.virtual_memory().total
         found += lacking_ram(result)
-        steps = findings.total_steps(training_args, flags.rows)
-        found += findings.check_disk(training_args, CHECKPOINT_BYTES * result.estimate.trained, steps)
+        found += findings.check_disk(training_args, kept, result.estimate.disk["one checkpoint"])
+    elif card is not None and card.capability:
+        found += findings.check_card(card.capability, card.name, model_args, training_args)
     if card is not None:
         found += lacking_memory(result)
         result.steps = advice.advise(setup, card.memory, capability=card.capability)
@@ -165,9 +170,8 @@ def lacking_ram(result: memory_report.Report) -> list[findings.Finding]:
     return [findings.Finding("error", what, f"in GiB: {parts}", "fewer processes here, or a machine with more RAM")]
 
 
-def report(launch: launches.Launch, built: tuple, flags: argparse.Namespace | None = None) -> int:
+def report(launch: launches.Launch, built: tuple, flags: argparse.Namespace) -> int:
     """Check a launch, as in `check`; print and write what is found. Returns the exit status."""
-    flags = flags or read_flags([])[0]
     result = check(launch, built, flags)
     if flags.json == "-":
         print(json.dumps(memory_report.to_json(result), indent=2))
@@ -178,6 +182,15 @@ def report(launch: launches.Launch, built: tuple, flags: argparse.Namespace | No
     if flags.plot:
         memory_report.draw(flags.plot, result.estimate, result.card, result.exact)
     return 0 if result.works else 1
+
+
+def of_this_launch() -> int:
+    """`train.py --dry_run`: check the launch this process is a rank of. Every rank knows the status, the first prints."""
+    launch, flags = launches.Launch.from_environment(), read_flags([])[0]
+    built = launches.build(launch)
+    if os.environ.get("RANK", "0") != "0":
+        return 0 if check(launch, built, flags).works else 1
+    return report(launch, built, flags)
 
 
 def run(argv: list[str]) -> int:

@@ -1,8 +1,9 @@
 """One training step of rank 0 without memory, sharded by FSDP itself: the peak that `memory.py` computes with formulas.
 
-The ranks are pretended (torch's "fake" process group) and tensors have no memory, so a laptop can be rank 0 of 64 GPUs. A step
-of a few decoder layers and one of a few more are run. The peak of each part of a step (the first layer's forward, the loss, the
-last layer's backward, ...) grows by the same amount with each layer, so the rest is extrapolated. A 70B takes ten seconds.
+The ranks are pretended (torch's "fake" process group) and tensors have no memory, so a laptop can be rank 0 of 64 GPUs. A
+step of a few decoder layers and one of a few more are run. The peak of each part of a step (the first layer's forward, the
+loss, the last layer's backward, ...) grows by the same amount with each layer, so the rest is extrapolated. A 70B takes ten
+seconds.
 """
 
 import contextlib

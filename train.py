@@ -9,6 +9,7 @@ What differs between a laptop rehearsal, one GPU and eight GPUs is the Accelerat
 
 import contextlib
 import os
+import sys
 
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # read when huggingface_hub is imported, so before anything else
 
@@ -27,6 +28,7 @@ import data_report
 import findings
 import loading
 import peft_fsdp
+import preflight
 import run_record
 import sharding
 import turns
@@ -42,6 +44,8 @@ def main(argv: list[str] | None = None) -> AdapterSFTTrainer:
     with one_line_errors():
         # Parse. Building the training arguments starts the process group, so the launch is checked around it.
         command = arguments.parse(argv)
+        if command.values.dry_run:
+            sys.exit(preflight.of_this_launch())
         if command.values.data_only:
             return report_data(command)
         fsdp = checks.FsdpSettings.from_environment()
