@@ -36,6 +36,7 @@ class Setup:
     ranks: int = 1
     ranks_here: int = 1  # ranks on one machine
     shard_ranks: int = 1  # ranks that a weight is sharded over
+    rank: int = 0  # whose memory it is; the first holds most
     device: str = "cuda"  # or "cpu"
     reshard_after_forward: bool = True
     offload_params: bool = False
@@ -99,7 +100,8 @@ class Unit:
     """A decoder layer, or what is outside of them. Bytes on one rank, wherever they are.
 
     Attributes:
-        frozen, trained: of its weights; under FSDP of their shards.
+        frozen, trained: of its weights; under FSDP of their shards, with padding.
+        updated: of the trained ones without padding, as gradients and the optimizer have them.
         gathered: of the weights that FSDP gathers together, in the type they are gathered in.
         gradients: of its trained weights before they are reduced to shards.
         statistics: of 4-bit weights, which every rank has whole.
@@ -109,6 +111,7 @@ class Unit:
 
     frozen: int = 0
     trained: int = 0
+    updated: int = 0
     gathered: int = 0
     gradients: int = 0
     statistics: int = 0
@@ -139,13 +142,16 @@ def unit_of(modules: list[tuple[str, nn.Module]], setup: Setup) -> Unit:
             numel, size, trained = parameter.numel(), parameter.itemsize, parameter.requires_grad
             gathered = numel * (setup.mixed.itemsize if setup.mixed is not None and parameter.is_floating_point() else size)
             if one and setup.lora_r is not None and trained:
-                held = -(-numel // (1 if "trainable_tokens_delta" in module_name else ranks)) * size
+                held = own = -(-numel // (1 if "trainable_tokens_delta" in module_name else ranks)) * size
                 gathered = 0  # while they are used, and a few kilobytes
             elif one:
-                held, flat, size_of_flat = 0, flat + numel, size
+                held, own, flat, size_of_flat = 0, 0, flat + numel, size
             else:
-                held = -(-parameter.shape[0] // ranks) * parameter.shape[1:].numel() * size
+                rows, row = -(-parameter.shape[0] // ranks), parameter.shape[1:].numel() * size
+                held = rows * row  # of the last ranks' a part, or all, is padding
+                own = min(max(parameter.shape[0] - setup.rank % ranks * rows, 0), rows) * row
             unit.trained += held if trained else 0
+            unit.updated += own if trained else 0
             unit.frozen += 0 if trained else held
             unit.gathered += gathered
             unit.gradients += gathered if trained else 0
@@ -157,6 +163,7 @@ def unit_of(modules: list[tuple[str, nn.Module]], setup: Setup) -> Unit:
             unit.statistics += module.statistics.nbytes
     if setup.lora_r is None:
         unit.trained += -(-flat // ranks) * size_of_flat
+        unit.updated += -(-flat // ranks) * size_of_flat
     else:
         unit.frozen += -(-flat // ranks) * size_of_flat
     return unit
@@ -239,7 +246,9 @@ STASH = 5  # activations that TRL's offloading still holds on the device
 
 # Fields that change neither what a layer allocates nor the shards; reset, so that results are found again.
 NOT_OF_A_STEP = dict(optimizer="", eval_batch=0, accumulation=1, saves=0, offload_params=False)
-NOT_OF_A_LAYER = NOT_OF_A_STEP | dict(ranks=1, ranks_here=1, shard_ranks=1, reshard_after_forward=True, micro_batch=1)
+NOT_OF_A_LAYER = NOT_OF_A_STEP | dict(
+    rank=0, ranks=1, ranks_here=1, shard_ranks=1, reshard_after_forward=True, micro_batch=1
+)
 NOT_OF_A_SHARD = NOT_OF_A_STEP | dict(micro_batch=1, length=1, packing=False, checkpointing=False, attention="sdpa")
 
 
@@ -250,21 +259,21 @@ def estimate(setup: Setup) -> Estimate:
     trained = "adapter" if setup.lora_r is not None else "trained weights"
     held = {"base weights": whole.frozen, "4-bit statistics": whole.statistics, trained: whole.trained}
     loaded = held.copy()
-    held["optimizer state"] = optimizer_bytes(setup, whole.trained)
+    held["optimizer state"] = optimizer_bytes(setup, whole.updated)
     if setup.strategy == "DDP":
-        held["gradient buckets"] = whole.trained
+        held["gradient buckets"] = whole.updated
     offloaded = 0
     if setup.offload_params:  # gradients and the optimizer's state follow
-        offloaded = sum(held.values()) + whole.trained - whole.statistics
+        offloaded = sum(held.values()) + whole.updated - whole.statistics
         held = loaded = {"4-bit statistics": whole.statistics}
     layer = functools.partial(_working_set, replace(setup, **NOT_OF_A_LAYER))
     moments = functools.partial(_step, setup, held, units, embedding, rest)
     phases = {"load": loaded | {"one weight": _loading(setup, whole)}}
     phases |= moments(layer(setup.micro_batch))
     # Without a fused kernel Adam makes copies of what it updates.
-    update = {} if setup.offload_params else {"gradients": whole.trained}
+    update = {} if setup.offload_params else {"gradients": whole.updated}
     if not ("fused" in setup.optimizer or setup.offload_params):
-        update["copies"] = whole.trained
+        update["copies"] = whole.updated
     phases["optimizer step"] = held | update
     if setup.eval_batch:
         evaluation = moments(layer(setup.eval_batch, training=False))
@@ -305,8 +314,8 @@ def _step(setup: Setup, held: dict[str, int], units: dict[int, Unit], embedding:
     name = "activation checkpoints" if setup.checkpointing else "activations"
 
     # Of weights whose backward has run; all of them while gradients of earlier micro-batches are kept.
-    trained = [units[kind].trained for kind in kinds]
-    everything = sum(trained) + rest.trained + embedding.trained
+    trained = [units[kind].updated for kind in kinds]
+    everything = sum(trained) + rest.updated + embedding.updated
     early = everything if setup.accumulation > 1 else 0
 
     def worst(moments, gradients) -> dict[str, int]:
@@ -330,7 +339,7 @@ def _step(setup: Setup, held: dict[str, int], units: dict[int, Unit], embedding:
             before = gathered[i - 1] if i else first
             root = outside + (rest.gradients if setup.sharded else 0)  # reduced at the end
             backward.append((gathered[i] + before, root, left[i + 1], "working set", layer.backward[kind]))
-            reduced.append(early or sum(trained[i + 1 :]) + (0 if setup.sharded else rest.trained))
+            reduced.append(early or sum(trained[i + 1 :]) + (0 if setup.sharded else rest.updated))
     if two and first:  # at either end of a step
         forward.append((0, 2 * outside + 2 * first, layer.base, "working set", 0))
         backward.append((0, outside + 2 * first, layer.base, "working set", 0))

@@ -21,7 +21,7 @@ COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F
 class Report:
     """All there is to report on a launch."""
 
-    estimate: Any  # memory.Estimate, by the formula
+    estimate: Any = None  # memory.Estimate, by the formula; None if errors leave nothing to estimate
     exact: Any = None  # memory.Estimate of a simulated step
     card: Card | None = None  # the device it is held against
     ram: int | None = None  # bytes of RAM of this machine, if the launch is for it
@@ -37,7 +37,7 @@ class Report:
     @property
     def verdict(self) -> str | None:
         """ "fits", "tight" or "does not fit"; None without a card."""
-        return self.best.verdict(self.card.memory) if self.card else None
+        return self.best.verdict(self.card.memory) if self.card and self.best else None
 
     @property
     def works(self) -> bool:
@@ -53,14 +53,24 @@ def to_json(report: Report) -> dict:
     `difference`, the formula's peak over it, minus 1), `ram` and `disk` (term -> bytes, of one machine), `ram_here` (of this
     machine, or None), `parameters`, `trained` (numbers), `notes`, `card` (None or its facts), `verdict`, `max_batch` (rows,
     or None), `findings` (`grade`, `what`, `why`, `change`), `advice` (`change`, `saved`, `slow_down`, `why`, `verdict`,
-    `instead`) and `works` (whether preflight exits with 0).
+    `instead`) and `works` (whether preflight exits with 0). Without an estimate, its keys are missing.
     """
     estimate, exact = report.estimate, report.exact
+    found = {
+        "ram_here": report.ram,
+        "card": report.card and dataclasses.asdict(report.card),
+        "verdict": report.verdict,
+        "max_batch": report.max_batch,
+        "findings": [vars(finding) for finding in report.findings],
+        "advice": [{key: value for key, value in vars(step).items() if key != "setup"} for step in report.steps],
+        "works": report.works,
+    }
+    if estimate is None:
+        return found
     plain = (int, float, str, type(None))
     setup = {key: str(value) if isinstance(value, torch.dtype) else value for key, value in vars(estimate.setup).items()}
     setup = {"model_type": estimate.setup.config.model_type} | {k: v for k, v in setup.items() if isinstance(v, plain)}
-    steps = [{key: value for key, value in vars(step).items() if key != "setup"} for step in report.steps]
-    return {
+    return found | {
         "setup": setup,
         "phases": estimate.phases,
         "peak_phase": estimate.peak_phase,
@@ -74,17 +84,10 @@ def to_json(report: Report) -> dict:
             "difference": estimate.peak / exact.peak - 1,
         },
         "ram": estimate.ram,
-        "ram_here": report.ram,
         "disk": estimate.disk,
         "parameters": estimate.parameters,
         "trained": estimate.trained,
         "notes": estimate.notes,
-        "card": report.card and dataclasses.asdict(report.card),
-        "verdict": report.verdict,
-        "max_batch": report.max_batch,
-        "findings": [vars(finding) for finding in report.findings],
-        "advice": steps,
-        "works": report.works,
     }
 
 
@@ -101,7 +104,8 @@ def write_json(path, report: Report) -> None:
 def show(report: Report, console: Console | None = None) -> None:
     """Print the report."""
     console = console or Console(width=WIDTH, markup=False, highlight=False)
-    for table in (_findings(report), _phases(report), _machine(report), _advice(report)):
+    known = [_phases(report), _machine(report), _advice(report)] if report.estimate else []
+    for table in [_findings(report), *known]:
         if table.row_count:
             console.print(table)
             console.print()
@@ -173,6 +177,9 @@ def _advice(report: Report) -> Table:
 
 def _verdict(report: Report) -> list[str]:
     best, estimate = report.best, report.estimate
+    errors = sum(finding.grade == "error" for finding in report.findings)
+    if estimate is None:
+        return [f"NOT OK: {errors} error{'s' if errors > 1 else ''}; what it takes cannot be told before they are corrected"]
     low, high = best.in_use()
     parameters = f"{human(estimate.trained)} of {human(estimate.parameters)} parameters trained"
     lines = [
@@ -188,7 +195,6 @@ def _verdict(report: Report) -> list[str]:
         rows = f"--per_device_train_batch_size {report.max_batch}" if report.max_batch else "not even one row fits"
         lines.append(f"Largest micro-batch that fits: {rows}")
     lines += [f"Note: {note}" for note in estimate.notes]
-    errors = sum(finding.grade == "error" for finding in report.findings)
     words = [f"{report.verdict} on {report.card.name} ({_gib(report.card.memory)} GiB)"] if report.card else []
     words += [f"{errors} error{'s' if errors > 1 else ''}"] if errors else []
     lines.append(f"{'OK' if report.works else 'NOT OK'}: {', '.join(words) or 'no errors; not held against a card'}")

@@ -119,18 +119,24 @@ def check(launch: launches.Launch, built: tuple, flags: argparse.Namespace) -> m
         launch, command, model_args, data_args, training_args, fsdp, config, tokenizer_size, here=here, rows=flags.rows
     )
     kept = findings.checkpoints_kept(training_args, findings.total_steps(training_args, flags.rows))
-    setup = memory.from_launch(
-        model_args,
-        training_args,
-        fsdp,
-        config,
-        launch.processes,
-        launch.processes_per_machine,
-        tokenizer_size or 0,
-        new_tokens,
-        kept,
-    )
-    result = memory_report.Report(memory.estimate(setup), card=card, findings=found)
+    result = memory_report.Report(card=card, findings=found)
+    try:
+        setup = memory.from_launch(
+            model_args,
+            training_args,
+            fsdp,
+            config,
+            launch.processes,
+            launch.processes_per_machine,
+            tokenizer_size or 0,
+            new_tokens,
+            kept,
+        )
+        result.estimate = memory.estimate(setup)
+    except (ValueError, TypeError) as error:  # of PEFT or Transformers, whose words say what does not fit together
+        if result.works:
+            found.append(findings.Finding("error", f"the model cannot be made: {' '.join(str(error).split())[:300]}"))
+        return result
     if flags.exact:
         import simulation  # takes seconds to import
 
@@ -180,6 +186,8 @@ def report(launch: launches.Launch, built: tuple, flags: argparse.Namespace) -> 
     if flags.json not in (None, "-"):
         memory_report.write_json(flags.json, result)
     if flags.plot:
+        if result.estimate is None:
+            raise ValueError(f"--plot {flags.plot}: there is nothing to draw until the errors are gone")
         memory_report.draw(flags.plot, result.estimate, result.card, result.exact)
     return 0 if result.works else 1
 

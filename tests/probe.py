@@ -10,6 +10,7 @@ the script prints: after wrapping, before the first step and after the last.
 
 import gc
 import hashlib
+import itertools
 import json
 import os
 import sys
@@ -165,6 +166,45 @@ class Gathered(TrainerCallback):
             save_file(tensors, self.path)
 
 
+class Measured(TrainerCallback):
+    """For cases with "memory": what this rank holds before its second step, and the peak of that step by torch's profiler."""
+
+    def on_step_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+        if state.global_step != 1:
+            return
+        flat = [m._handle for m in model.modules() if isinstance(m, FSDP) and m._handle is not None]
+        ours = {id(handle.flat_param) for handle in flat}
+        shards = [(h.flat_param._local_shard, h.flat_param.requires_grad) for h in flat]
+        for parameter in model.parameters():
+            if not flat or (id(parameter) not in ours and type(parameter).__name__ != "FlatParameter"):
+                shards.append((getattr(parameter, "_local_tensor", parameter), parameter.requires_grad))
+        states = [
+            s for s in optimizer.optimizer.state.values() for s in s.values() if isinstance(s, torch.Tensor) and s.ndim
+        ]
+        FACTS["held"] = {
+            "frozen": storage_bytes([tensor for tensor, trained in shards if not trained]),
+            "trained": storage_bytes([tensor for tensor, trained in shards if trained]),
+            "optimizer": storage_bytes([getattr(tensor, "_local_tensor", tensor) for tensor in states]),
+        }
+        gc.collect()
+        FACTS["live"] = storage_bytes(t for t in gc.get_objects() if type(t) in (torch.Tensor, torch.nn.Parameter))
+        self.profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+        self.profile.__enter__()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            self.profile.__exit__(None, None, None)
+            events = [e for e in self.profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+            now = itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()))
+            FACTS["peak"] = FACTS["live"] + max(now)
+
+
+def storage_bytes(tensors) -> int:
+    """Of tensors that are there, each piece of memory counted once."""
+    storages = (tensor.untyped_storage() for tensor in tensors if tensor.device.type == "cpu")
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
 def record_batches(trainer_class) -> None:
     """Note which rows each micro-batch of this rank has, by a hash of their tokens, in order."""
     step = trainer_class.training_step
@@ -194,6 +234,8 @@ def run(case: dict, out: Path) -> None:
     extra = [Dump(out / f"{case['name']}.safetensors", dump == "logits")] if dump else []
     if case.get("gathered"):
         extra.append(Gathered(out / f"{case['name']}.safetensors"))
+    if case.get("memory"):
+        extra.append(Measured())
     callbacks.extend(extra)
     if train.AdapterSFTTrainer.training_step.__name__ != "recording":
         record_batches(train.AdapterSFTTrainer)

@@ -298,7 +298,8 @@ def test_disk(tmp_path, monkeypatch, flags, steps, kept):
     training_args = launch.build(launch.read(["--", *base, *flags]))[3]
     for free, fits in ((kept * 2**30, True), (max(kept * 2**30 - 1, 0), False)):
         monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
-        found = findings.check_disk(training_args, 2**30, steps)
+        assert findings.checkpoints_kept(training_args, steps) == kept
+        found = findings.check_disk(training_args, kept, 2**30)
         assert [finding.grade for finding in found] == ([] if fits or not kept else ["error"])
         assert fits or not kept or f"{kept} checkpoints of 1 GiB do not fit" in found[0].line
 
