@@ -49,6 +49,7 @@ class Setup:
     lora_r: int | None = 16  # None: every weight is trained
     lora_dropout: float = 0.0
     use_dora: bool = False
+    adapter_dtype: torch.dtype = torch.float32  # of the adapter and its optimizer state; train.py has no other
     vocabulary: int = 0  # tokens of the tokenizer; the embeddings get rows for them
     new_tokens: int = 0  # whose embedding rows are trained
     optimizer: str = "adamw_torch_fused"
@@ -60,6 +61,7 @@ class Setup:
     checkpointing: bool = True
     offload_activations: bool = False
     attention: str = "sdpa"  # or "eager", "flash_attention_2"
+    full_logits: bool = False  # the loss is computed from all logits at once, as label smoothing needs them
     saves: int = 0  # checkpoints that will be kept
 
     @property
@@ -245,10 +247,8 @@ STASH = 5  # activations that TRL's offloading still holds on the device
 
 
 # Fields that change neither what a layer allocates nor the shards; reset, so that results are found again.
-NOT_OF_A_STEP = dict(optimizer="", eval_batch=0, accumulation=1, saves=0, offload_params=False)
-NOT_OF_A_LAYER = NOT_OF_A_STEP | dict(
-    rank=0, ranks=1, ranks_here=1, shard_ranks=1, reshard_after_forward=True, micro_batch=1
-)
+NOT_OF_A_STEP = dict(optimizer="", eval_batch=0, accumulation=1, saves=0, offload_params=False, reshard_after_forward=True)
+NOT_OF_A_LAYER = NOT_OF_A_STEP | dict(rank=0, ranks=1, ranks_here=1, shard_ranks=1, micro_batch=1, offload_activations=False)
 NOT_OF_A_SHARD = NOT_OF_A_STEP | dict(micro_batch=1, length=1, packing=False, checkpointing=False, attention="sdpa")
 
 
@@ -405,6 +405,7 @@ def from_launch(
         checkpointing=training_args.gradient_checkpointing or bool(fsdp and fsdp.activation_checkpointing),
         offload_activations=training_args.activation_offloading,
         attention=attention,
+        full_logits=training_args.label_smoothing_factor > 0,
         saves=saves,
     )
 
@@ -435,7 +436,7 @@ def _ram(setup: Setup, whole: Unit, offloaded: int, layer) -> dict[str, int]:
 
 def _disk(setup: Setup, whole: Unit) -> dict[str, int]:
     """Bytes on disk: the checkpoint of the base model, and what the run writes."""
-    stored = whole.numel * 2
+    stored = 2 * (whole.numel - (whole.trained_numel if setup.lora_r is not None else 0))
     adapter = whole.trained_numel * 4
     state = optimizer_bytes(setup, adapter)
     return {"base model, 16 bit": stored, "result": adapter, "one checkpoint": adapter + state} | (

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, fully_shard
+from torch.distributed.fsdp._runtime_utils import _lazy_init
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fake_model
@@ -77,7 +78,7 @@ def step(setup, depth: int) -> dict[str, int]:
         held = tracker.current
         optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad])
         batch = fake_model.inputs(setup, setup.micro_batch)
-        train(model, setup, batch, optimizer)  # makes the optimizer's state
+        make_state(optimizer)
         gc.collect()
         seen = fake_model.Segments(model, layers, tracker)
         working_set.forward(model, setup, batch).backward()
@@ -92,9 +93,11 @@ def step(setup, depth: int) -> dict[str, int]:
     )
 
 
-def train(model: nn.Module, setup, batch: dict, optimizer) -> None:
-    """One step: forward, backward, update."""
-    working_set.forward(model, setup, batch).backward()
+def make_state(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer make its state, as it does in the first step."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
 
@@ -112,7 +115,7 @@ def shard(model: nn.Module, setup, layers: list[nn.Module], mesh) -> nn.Module:
 
 def wrap(model: nn.Module, setup, layers: list[nn.Module], mesh) -> nn.Module:
     """Wrap for FSDP1 as `train.py` does with LoRA."""
-    return FSDP(
+    wrapped = FSDP(
         model,
         device_mesh=mesh,
         sharding_strategy=ShardingStrategy.FULL_SHARD if setup.reshard_after_forward else ShardingStrategy.SHARD_GRAD_OP,
@@ -122,3 +125,5 @@ def wrap(model: nn.Module, setup, layers: list[nn.Module], mesh) -> nn.Module:
         ignored_modules=[module for name, module in model.named_modules() if name.endswith("trainable_tokens_delta")],
         device_id=torch.device("cpu"),
     )
+    _lazy_init(wrapped, wrapped)  # else the first forward does it, and takes and frees each unit's memory
+    return wrapped

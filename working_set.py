@@ -67,4 +67,4 @@ def forward(model, setup, batch: dict) -> torch.Tensor:
     """The loss of a micro-batch as TRL computes it."""
     with torch.autocast("cpu", setup.mixed, enabled=setup.mixed is not None):
         count = torch.ones((), dtype=torch.long)
-        return model(**batch, fused_lm_head=True, num_items_in_batch=count).loss
+        return model(**batch, fused_lm_head=not setup.full_logits, num_items_in_batch=count, use_cache=False).loss
