@@ -224,7 +224,7 @@ def _no_parameter_offload(setup) -> Options:
 
 
 def _no_quantization(setup) -> Options:
-    if setup.quantization is None:
+    if setup.quantization is None or setup.offload_params:  # 4 bits are also fewer to copy from the RAM
         return []
     flag = "8bit" if setup.quantization == "int8" else "4bit"
     dtype = torch.float32 if setup.mixed == torch.float16 else torch.bfloat16

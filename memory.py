@@ -279,7 +279,7 @@ def estimate(setup: Setup) -> Estimate:
         evaluation = moments(layer(setup.eval_batch, training=False))
         phases["evaluation"] = max(evaluation.values(), key=lambda terms: sum(terms.values()))
     phases["save"] = held | {"one gathered weight": whole.largest_trained}
-    return Estimate(
+    found = Estimate(
         setup,
         {phase: {term: size for term, size in terms.items() if size} for phase, terms in phases.items()},
         _ram(setup, whole, offloaded, layer(setup.micro_batch)),
@@ -287,6 +287,9 @@ def estimate(setup: Setup) -> Estimate:
         whole.numel,
         whole.trained_numel,
     )
+    if setup.device == "cpu":
+        found.ram["what the ranks allocate"] = found.peak * setup.ranks_here
+    return found
 
 
 def optimizer_bytes(setup: Setup, trained: int) -> int:

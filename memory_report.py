@@ -125,6 +125,11 @@ def _gib(size: int) -> str:
     return f"{size / GIB:.2f}"
 
 
+def _unit(report: Report) -> tuple[str, int]:
+    """What the memory of a rank is counted in: GiB, or for tiny models MiB."""
+    return ("GiB", GIB) if report.estimate.peak >= GIB else ("MiB", 2**20)
+
+
 def _findings(report: Report) -> Table:
     table = _table("Findings")
     for grade in ("error", "warning", "advice"):
@@ -145,11 +150,12 @@ def _phases(report: Report) -> Table:
     columns = {name + (" (peak)" if name == estimate.peak_phase else ""): terms for name, terms in estimate.phases.items()}
     if exact:
         columns[exact.peak_phase] = exact.phases[exact.peak_phase]
-    title = f"GiB of one rank ({setup.strategy}, {setup.ranks} ranks, {setup.micro_batch} x {setup.length} tokens)"
+    unit, size_of = _unit(report)
+    title = f"{unit} of one rank ({setup.strategy}, {setup.ranks} ranks, {setup.micro_batch} x {setup.length} tokens)"
     table = _table(title, "", *columns, right=True)
     for term in _terms([estimate, exact] if exact else [estimate]):
-        table.add_row(term, *(_gib(terms[term]) if term in terms else "" for terms in columns.values()))
-    table.add_row("allocated", *(_gib(sum(terms.values())) for terms in columns.values()), style="bold")
+        table.add_row(term, *(f"{terms[term] / size_of:.2f}" if term in terms else "" for terms in columns.values()))
+    table.add_row("allocated", *(f"{sum(terms.values()) / size_of:.2f}" for terms in columns.values()), style="bold")
     return table
 
 
@@ -181,15 +187,21 @@ def _verdict(report: Report) -> list[str]:
     if estimate is None:
         return [f"NOT OK: {errors} error{'s' if errors > 1 else ''}; what it takes cannot be told before they are corrected"]
     low, high = best.in_use()
-    parameters = f"{human(estimate.trained)} of {human(estimate.parameters)} parameters trained"
+    unit, size_of = _unit(report)
     lines = [
-        f"Peak: {_gib(best.peak)} GiB allocated in {best.peak_phase}; nvidia-smi will show {_gib(low)} to {_gib(high)} GiB, "
-        f"with the CUDA context, NCCL and fragmentation ({parameters})"
+        f"Trained: {human(estimate.trained)} of {human(estimate.parameters)} parameters",
+        f"Peak: {best.peak / size_of:.2f} {unit} allocated on a rank in {best.peak_phase}"
+        + (
+            f"; nvidia-smi will show {_gib(low)} to {_gib(high)} GiB, with the CUDA context, NCCL and fragmentation"
+            if estimate.setup.device != "cpu"
+            else ""
+        ),
     ]
     if report.exact:
         difference = estimate.peak / report.exact.peak - 1
         lines.append(
-            f"Formula: {_gib(estimate.peak)} GiB, {difference:+.1%} from the simulated {_gib(report.exact.peak)} GiB"
+            f"Formula: {estimate.peak / size_of:.2f} {unit}, {difference:+.1%} from the simulated "
+            f"{report.exact.peak / size_of:.2f} {unit}"
         )
     if report.max_batch is not None:
         rows = f"--per_device_train_batch_size {report.max_batch}" if report.max_batch else "not even one row fits"

@@ -133,6 +133,7 @@ def check(launch: launches.Launch, built: tuple, flags: argparse.Namespace) -> m
             kept,
         )
         result.estimate = memory.estimate(setup)
+        result.estimate.notes += not_modelled(training_args, setup)
     except (ValueError, TypeError) as error:  # of PEFT or Transformers, whose words say what does not fit together
         if result.works:
             found.append(findings.Finding("error", f"the model cannot be made: {' '.join(str(error).split())[:300]}"))
@@ -154,6 +155,21 @@ def check(launch: launches.Launch, built: tuple, flags: argparse.Namespace) -> m
         if flags.find_max_batch:
             result.max_batch = advice.find_max_batch(setup, card.memory)
     return result
+
+
+def not_modelled(training_args, setup: memory.Setup) -> list[str]:
+    """What makes the estimate a rough one."""
+    notes = []
+    if training_args.torch_compile:
+        notes.append("--torch_compile True is not in the estimate: what it fuses is not allocated, so it takes less")
+    if training_args.use_liger_kernel:
+        notes.append("--use_liger_kernel True is not in the estimate: its kernels allocate less")
+    if setup.quantization == "int8":
+        notes.append("8-bit products are estimated roughly, as 4-bit ones")
+    experts = {parameter.dim() for parameter in setup.skeleton.model.parameters()} & {3}
+    if setup.quantization is not None and experts:
+        notes.append("bitsandbytes quantises linear layers: the experts of this model stay in 16 bit")
+    return notes
 
 
 def lacking_memory(result: memory_report.Report) -> list[findings.Finding]:
