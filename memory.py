@@ -300,7 +300,7 @@ def optimizer_bytes(setup: Setup, trained: int) -> int:
 
 @functools.lru_cache(maxsize=64)
 def _working_set(setup: Setup, batch: int, training: bool = True) -> working_set.WorkingSet:
-    return working_set.trace(setup, batch, training)
+    return working_set.of_rows(setup, batch, training)
 
 
 def _step(setup: Setup, held: dict[str, int], units: dict[int, Unit], embedding: Unit, rest: Unit, layer) -> dict:

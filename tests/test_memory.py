@@ -204,6 +204,12 @@ def test_more_needs_more():
         assert memory.estimate(dataclasses.replace(base, **less)).peak < now, less
 
 
+@pytest.mark.parametrize("changes", [{}, {"attention": "eager", "packing": False}, {"checkpointing": False}], ids=str)
+def test_large_micro_batches_are_on_a_line(changes):
+    made = setup("mistral-7b", strategy="FSDP2", **changes)
+    assert working_set.of_rows(made, 50) == working_set.trace(made, 50)
+
+
 def test_pattern():
     assert simulation.pattern([0] * 10) == (0, 1)
     assert simulation.pattern([0, 1] * 5) == (0, 2)
