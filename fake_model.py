@@ -131,6 +131,7 @@ def build(setup, indices: list[int]) -> nn.Module:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(setup.adapter_dtype if setup.lora is not None else torch.float32)
+    _with_packed_weights(model, setup.storage, setup.nested)
     if setup.strategy == "FSDP1" and (setup.mixed is not None or setup.quantization is not None):
         peft_fsdp.keep_lora_input_dtype(model)
     return model
@@ -156,7 +157,7 @@ def statistics_bytes(weights: int, nested: bool) -> int:
     return blocks * 4 + table if not nested else blocks + -(-blocks // 256) * 4 + 256 * 4 + 4 + table
 
 
-def with_packed_weights(model: nn.Module, storage: torch.dtype, nested: bool) -> None:
+def _with_packed_weights(model: nn.Module, storage: torch.dtype, nested: bool) -> None:
     """Replace the 4-bit weights of a meta model by plain parameters of the packed shape, which is what FSDP shards.
 
     `Params4bit` cannot be made of a fake tensor. Their statistics, which every rank has whole, become a buffer.

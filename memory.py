@@ -181,9 +181,8 @@ def unpacked(module: nn.Module, parameter: nn.Parameter) -> int:
 @functools.lru_cache(maxsize=64)
 def units_of(setup: Setup) -> tuple[dict[int, Unit], Unit, Unit]:
     """The decoder layers by kind, the input embedding if FSDP2 makes it a unit of its own (else nothing), and the rest."""
-    model = fake_model.build(setup, sorted(set(setup.skeleton.kinds)))
-    fake_model.with_packed_weights(model, setup.storage, setup.nested)
     kinds = sorted(set(setup.skeleton.kinds))
+    model = fake_model.build(setup, kinds)
     layers = dict(zip(kinds, fake_model.layers(model, setup, kinds), strict=True))
     inside = {id(m): kind for kind, layer in layers.items() for m in layer.modules()}
     embedding = model.get_input_embeddings()

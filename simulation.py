@@ -71,7 +71,6 @@ def pretended(ranks: int) -> Iterator[None]:
 def step(setup, depth: int) -> dict[str, int]:
     """The peaks of a step with so many decoder layers: part of the step -> bytes."""
     model = fake_model.build(setup, list(range(depth)))
-    fake_model.with_packed_weights(model, setup.storage, setup.nested)
     layers = fake_model.layers(model, setup, list(range(depth)))
     with contextlib.ExitStack() as stack:
         if setup.sharded:

@@ -64,7 +64,6 @@ def trace(setup, batch: int, training: bool = True) -> WorkingSet:
     kinds = dict(enumerate(setup.skeleton.kinds))
     indices = sorted({0, *{kind: index for index, kind in kinds.items()}.values()})
     model = fake_model.build(setup, indices)
-    fake_model.with_packed_weights(model, setup.storage, setup.nested)
     with fake_model.without_memory(setup.device), fake_model.AllocationTracker() as tracker:
         # Under FSDP a layer computes with the weights in the type in which they are gathered.
         fake_model.materialise(model, setup.mixed if setup.sharded else None)

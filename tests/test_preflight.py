@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -270,6 +271,23 @@ def test_everything_that_is_written(argv, tmp_path, capsys, monkeypatch):
     assert printed["max_batch"] >= 1 and picture.stat().st_size > 10_000
     for phase in printed["phases"].values():
         assert sum(phase.values()) <= printed["peak"]
+
+
+@pytest.mark.parametrize(("exact", "seconds"), [([], 20), (["--exact"], 90)], ids=["formula", "exact"])
+def test_a_70b_is_answered_at_once_and_in_little_ram(exact, seconds, assets, tmp_path):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(assets["fp32"] / name, tmp_path)
+    shutil.copy(ROOT / "tests/published/llama-2-70b/config.json", tmp_path)
+    flags = ["--model_name_or_path", tmp_path, "--dataset_name", "d", "--output_dir", tmp_path / "out", "--packing", "True"]
+    config = ["--config_file", ROOT / "configs/fsdp_config.yaml"]
+    command = [sys.executable, ROOT / "preflight.py", *exact, "--gpu", "h100-80gb", *config, "train.py", *flags]
+    process = subprocess.Popen([str(word) for word in command], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    printed = process.stdout.read()
+    _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0 and "fits on h100-80gb" in printed
+    assert used.ru_utime + used.ru_stime <= seconds, "seconds of one core, as other tests run beside"
+    assert used.ru_maxrss <= 3 * 2**20, "KiB"
 
 
 def test_tokens_that_are_added_are_counted(argv, tmp_path, assets, capsys):
