@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 import trl.kernels.chunked_logprob as logprob_kernels
 from peft import get_peft_model
+from peft.tuners.lora import dora
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
@@ -50,7 +51,9 @@ class Skeleton:
         wrapped = set(layer_classes) or set(self.model._no_split_modules or ())
         self.layers = {n: m for n, m in self.model.named_modules() if type(m).__name__ in wrapped}
         # A list of decoder layers is what is repeated; other modules that are wrapped (as of a vision tower) stay whole.
-        lists = [name.rpartition(".")[0] for name in self.layers]
+        decoder = {id(module) for module in self.model.get_decoder().modules()}
+        inside = [name for name, module in self.layers.items() if id(module) in decoder]
+        lists = [name.rpartition(".")[0] for name in inside or self.layers]
         self.list_name = max(set(lists), key=lists.count) if lists else None
         self.layers = {n: m for n, m in self.layers.items() if n.rpartition(".")[0] == self.list_name}
         regex = None if targets == "all-linear" or isinstance(utils.target_modules(targets), list) else re.compile(targets)
@@ -120,7 +123,7 @@ def build(setup, indices: list[int]) -> nn.Module:
     model.train()
     with warnings.catch_warnings(action="ignore", category=FutureWarning):  # PEFT uses names that go away
         if setup.lora is not None:
-            with torch.device("meta"):
+            with torch.device("meta"), _expands():
                 model = get_peft_model(model, setup.lora)
             peft_fsdp.give_token_rows_a_bias(model)
         if setup.checkpointing:
@@ -134,6 +137,7 @@ def build(setup, indices: list[int]) -> nn.Module:
     _with_packed_weights(model, setup.storage, setup.nested)
     if setup.strategy == "FSDP1" and (setup.mixed is not None or setup.quantization is not None):
         peft_fsdp.keep_lora_input_dtype(model)
+        peft_fsdp.detach_dora_norm(model)
     return model
 
 
@@ -199,6 +203,18 @@ def _four_bit_forward(layer, x):
     return (out if layer.bias is None else out + layer.bias.to(out.dtype)).to(kind)
 
 
+def _expanded(original, module):
+    """What PEFT computes DoRA's norm from."""
+    if not isinstance(module, (bitsandbytes.nn.Linear4bit, bitsandbytes.nn.Linear8bitLt)):
+        return original(module)
+    kind = getattr(module, "compute_dtype", None) or torch.float16
+    return module.weight.new_empty(module.out_features, module.in_features, dtype=kind)
+
+
+def _expands():
+    return mock.patch.object(dora, "dequantize_module_weight", functools.partial(_expanded, dora.dequantize_module_weight))
+
+
 class _FusedAttention(torch.autograd.Function):
     """What FlashAttention and the memory-efficient kernel keep: queries, keys, values, output and its normaliser."""
 
@@ -239,6 +255,7 @@ def _layer_norm_in_float32(original, x, shape, weight=None, bias=None, eps=1e-5)
 def without_memory(device: str) -> Iterator[FakeTensorMode]:
     """While open, tensors are fake, and operations allocate what they would on `device` ("cuda" or "cpu")."""
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_expands())
         if device != "cpu":
             attentions = {"flash_attention_2": _flash_attention, utils.FLASH_ATTENTION_KERNEL: _flash_attention}
             stack.enter_context(mock.patch.dict(ALL_ATTENTION_FUNCTIONS._local_mapping, attentions))

@@ -72,10 +72,25 @@ class Setup:
     def sharded(self) -> bool:
         return self.strategy.startswith("FSDP")
 
+    @property
+    def trained_dtype(self) -> torch.dtype:
+        """Of the trained weights, their gradients and, but for bitsandbytes' optimizers, the optimizer's state."""
+        if self.lora_r is not None:
+            return self.adapter_dtype
+        return torch.float32 if self.sharded and self.mixed is not None else self.dtype
+
+    @property
+    def gathered_dtype(self) -> torch.dtype | None:
+        """Of the weights that FSDP gathers, None: as they are. The Trainer makes it the storage type of 4-bit weights."""
+        four = self.quantization is not None and self.quantization != "int8"
+        return self.storage if four and self.storage.is_floating_point else self.mixed
+
     def embedding_apart(self, model: nn.Module) -> bool:
         """Whether the input embedding is a unit of its own: under FSDP2, unless it is tied to the output's."""
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-        return self.strategy == "FSDP2" and head is not None and head.weight is not embedding.weight
+        if self.strategy != "FSDP2" or head is None:
+            return False
+        return not {id(weight) for weight in embedding.parameters()} & {id(weight) for weight in head.parameters()}
 
     @property
     def lora(self) -> LoraConfig | None:
@@ -93,8 +108,14 @@ class Setup:
         )
 
 
-# Optimizer state in multiples of the trained weights' bytes, by a part of the optimizer's name; the first that matches.
-OPTIMIZER_STATES = [("8bit", 0.5), ("4bit", 0.25), ("adafactor", 0), ("sgd", 0), ("lion", 1), ("adagrad", 1), ("rmsprop", 1)]
+# Optimizer state by a part of the optimizer's name, the first that matches: how many numbers for each trained weight, and
+# their bytes (None: those of the weight; bitsandbytes keeps float32 whatever the weight is).
+OPTIMIZER_STATES = [
+    ("lion_8bit", 1, 1), ("rmsprop_bnb_8bit", 1, 1), ("ademamix_8bit", 3, 1), ("8bit", 2, 1), ("4bit", 2, 0.5),
+    ("ademamix", 3, 4), ("lion", 1, 4), ("rmsprop_bnb", 1, 4), ("paged", 2, 4), ("anyprecision", 2, 4),
+    ("schedule_free_sgd", 1, None), ("adafactor", 0, None), ("lomo", 0, None), ("sgd", 0, None), ("adagrad", 1, None),
+    ("rmsprop", 1, None),
+]  # fmt: skip
 
 
 @dataclass
@@ -142,7 +163,8 @@ def unit_of(modules: list[tuple[str, nn.Module]], setup: Setup) -> Unit:
                 continue
             seen.add(id(parameter))
             numel, size, trained = parameter.numel(), parameter.itemsize, parameter.requires_grad
-            gathered = numel * (setup.mixed.itemsize if setup.mixed is not None and parameter.is_floating_point() else size)
+            kind = setup.gathered_dtype
+            gathered = numel * (kind.itemsize if kind is not None and parameter.is_floating_point() else size)
             if one and setup.lora_r is not None and trained:
                 held = own = -(-numel // (1 if "trainable_tokens_delta" in module_name else ranks)) * size
                 gathered = 0  # while they are used, and a few kilobytes
@@ -151,11 +173,13 @@ def unit_of(modules: list[tuple[str, nn.Module]], setup: Setup) -> Unit:
             else:
                 rows, row = -(-parameter.shape[0] // ranks), parameter.shape[1:].numel() * size
                 held = rows * row  # of the last ranks' a part, or all, is padding
+                gathered = gathered // max(parameter.shape[0], 1) * rows * ranks  # with the padding
                 own = min(max(parameter.shape[0] - setup.rank % ranks * rows, 0), rows) * row
             unit.trained += held if trained else 0
             unit.updated += own if trained else 0
             unit.frozen += 0 if trained else held
-            unit.gathered += gathered
+            # One rank alone computes with its weights as they are, unless they have to be converted.
+            unit.gathered += gathered if ranks > 1 or gathered != numel * size else 0
             unit.gradients += gathered if trained else 0
             unit.numel += unpacked(module, parameter)
             unit.trained_numel += numel if trained else 0
@@ -293,8 +317,9 @@ def estimate(setup: Setup) -> Estimate:
 
 def optimizer_bytes(setup: Setup, trained: int) -> int:
     """Of a rank's optimizer state, for so many bytes of trained weights; most have two numbers for each weight."""
-    each = next((each for part, each in OPTIMIZER_STATES if part in setup.optimizer), 2)  # Adam's
-    return int(trained * each)
+    found = ((numbers, size) for part, numbers, size in OPTIMIZER_STATES if part in setup.optimizer)
+    numbers, size = next(found, (2, None))  # Adam's
+    return int(trained * numbers * (size / setup.trained_dtype.itemsize if size else 1))
 
 
 @functools.lru_cache(maxsize=64)
@@ -315,15 +340,19 @@ def _step(setup: Setup, held: dict[str, int], units: dict[int, Unit], embedding:
     kept = sum(gathered) if not setup.reshard_after_forward else None
     name = "activation checkpoints" if setup.checkpointing else "activations"
 
-    # Of weights whose backward has run; all of them while gradients of earlier micro-batches are kept.
+    # Of weights whose backward has run. Those of earlier micro-batches are kept, under FSDP whole: it reduces the last ones.
     trained = [units[kind].updated for kind in kinds]
     everything = sum(trained) + rest.updated + embedding.updated
-    early = everything if setup.accumulation > 1 else 0
+    early = 0
+    if setup.accumulation > 1 and layer.backward:
+        numel = sum(units[kind].trained_numel for kind in kinds) + rest.trained_numel + embedding.trained_numel
+        kind = setup.gathered_dtype or setup.trained_dtype
+        early = numel * kind.itemsize if setup.sharded else everything
 
     def worst(moments, gradients) -> dict[str, int]:
         terms = [
             held
-            | {"gradients": 0 if setup.offload_params else summed}
+            | {"gradients": early if setup.offload_params else summed}
             | {"gathered layers": layers if kept is None else kept, "gathered embeddings": root, name: before, work: size}
             for (layers, root, before, work, size), summed in zip(moments, gradients, strict=True)
         ]
@@ -340,7 +369,10 @@ def _step(setup: Setup, held: dict[str, int], units: dict[int, Unit], embedding:
         if layer.backward:
             before = gathered[i - 1] if i else first
             root = outside + (rest.gradients if setup.sharded else 0)  # reduced at the end
-            backward.append((gathered[i] + before, root, left[i + 1], "working set", layer.backward[kind]))
+            sent = (
+                units[kinds[i + 1]].gradients if two and i < last else 0
+            )  # the buffer of the last reduction is still there
+            backward.append((gathered[i] + before, root, left[i + 1], "working set", layer.backward[kind] + sent))
             reduced.append(early or sum(trained[i + 1 :]) + (0 if setup.sharded else rest.updated))
     if two and first:  # at either end of a step
         forward.append((0, 2 * outside + 2 * first, layer.base, "working set", 0))
@@ -401,7 +433,7 @@ def from_launch(
         optimizer=str(getattr(training_args.optim, "value", training_args.optim)),
         micro_batch=training_args.per_device_train_batch_size,
         eval_batch=training_args.per_device_eval_batch_size if evaluates else 0,
-        length=training_args.max_length or text.max_position_embeddings,
+        length=training_args.max_length or getattr(text, "max_position_embeddings", 4096),
         accumulation=training_args.gradient_accumulation_steps,
         packing=training_args.packing or training_args.padding_free,
         checkpointing=training_args.gradient_checkpointing or bool(fsdp and fsdp.activation_checkpointing),
@@ -439,7 +471,7 @@ def _ram(setup: Setup, whole: Unit, offloaded: int, layer) -> dict[str, int]:
 def _disk(setup: Setup, whole: Unit) -> dict[str, int]:
     """Bytes on disk: the checkpoint of the base model, and what the run writes."""
     stored = 2 * (whole.numel - (whole.trained_numel if setup.lora_r is not None else 0))
-    adapter = whole.trained_numel * 4
+    adapter = whole.trained_numel * setup.trained_dtype.itemsize
     state = optimizer_bytes(setup, adapter)
     return {"base model, 16 bit": stored, "result": adapter, "one checkpoint": adapter + state} | (
         {"checkpoints kept": setup.saves * (adapter + state)} if setup.saves else {}

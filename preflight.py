@@ -133,8 +133,8 @@ def check(launch: launches.Launch, built: tuple, flags: argparse.Namespace) -> m
             kept,
         )
         result.estimate = memory.estimate(setup)
-        result.estimate.notes += not_modelled(training_args, setup)
-    except (ValueError, TypeError) as error:  # of PEFT or Transformers, whose words say what does not fit together
+        result.estimate.notes += not_modelled(training_args, result.estimate)
+    except Exception as error:  # PEFT and Transformers raise what their code happens to, for what does not fit together
         if result.works:
             found.append(findings.Finding("error", f"the model cannot be made: {' '.join(str(error).split())[:300]}"))
         return result
@@ -157,9 +157,9 @@ def check(launch: launches.Launch, built: tuple, flags: argparse.Namespace) -> m
     return result
 
 
-def not_modelled(training_args, setup: memory.Setup) -> list[str]:
+def not_modelled(training_args, result: memory.Estimate) -> list[str]:
     """What makes the estimate a rough one."""
-    notes = []
+    setup, notes = result.setup, []
     if training_args.torch_compile:
         notes.append("--torch_compile True is not in the estimate: what it fuses is not allocated, so it takes less")
     if training_args.use_liger_kernel:
@@ -167,6 +167,9 @@ def not_modelled(training_args, setup: memory.Setup) -> list[str]:
     if setup.quantization == "int8":
         notes.append("8-bit products are estimated roughly, as 4-bit ones")
     experts = {parameter.dim() for parameter in setup.skeleton.model.parameters()} & {3}
+    counted = result.parameters - (result.trained if setup.lora_r is not None else 0)
+    if counted > 1.001 * sum(parameter.numel() for parameter in setup.skeleton.model.parameters()):
+        notes.append("layers of this model share weights, which are counted once for each: it takes less")
     if setup.quantization is not None and experts:
         notes.append("bitsandbytes quantises linear layers: the experts of this model stay in 16 bit")
     return notes

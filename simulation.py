@@ -7,6 +7,7 @@ seconds.
 """
 
 import contextlib
+import functools
 import gc
 import math
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, fully_shard
 from torch.distributed.fsdp._runtime_utils import _lazy_init
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fake_model
@@ -86,12 +88,15 @@ def step(setup, depth: int) -> dict[str, int]:
         optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad])
         batch = fake_model.inputs(setup, setup.micro_batch)
         make_state(optimizer)
+        trained = optimizer.param_groups[0]["params"] if setup.strategy == "DDP" else []
+        buckets = [torch.empty_like(parameter) for parameter in trained]  # in which DDP reduces gradients
         gc.collect()
         seen = fake_model.Segments(model, layers, tracker)
         working_set.forward(model, setup, batch).backward()
         seen.finish()
         optimizer.step()
         last = tracker.take_peak()
+        del buckets
     ends = {"first": 0, "last but one": max(depth - 2, 0), "last": depth - 1}
     return (
         {"held": held, "before": seen.before, "loss": seen.loss, "optimizer step": last}
@@ -111,7 +116,10 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
 
 def shard(model: nn.Module, setup, layers: list[nn.Module], mesh) -> nn.Module:
     """Wrap for FSDP2 as Accelerate and `peft_fsdp.let_the_root_hold_the_head` do."""
-    kept = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=setup.mixed, reduce_dtype=setup.mixed)}
+    kept = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=setup.gathered_dtype, reduce_dtype=setup.gathered_dtype),
+    }
     kwargs = {**kept, "reshard_after_forward": setup.reshard_after_forward}
     for layer in layers:
         fully_shard(layer, **kwargs)
@@ -121,14 +129,15 @@ def shard(model: nn.Module, setup, layers: list[nn.Module], mesh) -> nn.Module:
 
 
 def wrap(model: nn.Module, setup, layers: list[nn.Module], mesh) -> nn.Module:
-    """Wrap for FSDP1 as `train.py` does with LoRA."""
+    """Wrap for FSDP1 as `train.py` does with LoRA, and as Accelerate does without."""
+    policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={type(layer) for layer in layers})
     wrapped = FSDP(
         model,
         device_mesh=mesh,
         sharding_strategy=ShardingStrategy.FULL_SHARD if setup.reshard_after_forward else ShardingStrategy.SHARD_GRAD_OP,
-        auto_wrap_policy=fsdp_auto_wrap_policy(model),
+        auto_wrap_policy=policy if setup.lora is None else fsdp_auto_wrap_policy(model),
         use_orig_params=False,
-        mixed_precision=MixedPrecision(param_dtype=setup.mixed, reduce_dtype=setup.mixed),
+        mixed_precision=MixedPrecision(param_dtype=setup.gathered_dtype, reduce_dtype=setup.gathered_dtype),
         ignored_modules=[module for name, module in model.named_modules() if name.endswith("trainable_tokens_delta")],
         device_id=torch.device("cpu"),
     )

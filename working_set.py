@@ -66,7 +66,7 @@ def trace(setup, batch: int, training: bool = True) -> WorkingSet:
     model = fake_model.build(setup, indices)
     with fake_model.without_memory(setup.device), fake_model.AllocationTracker() as tracker:
         # Under FSDP a layer computes with the weights in the type in which they are gathered.
-        fake_model.materialise(model, setup.mixed if setup.sharded else None)
+        fake_model.materialise(model, setup.gathered_dtype if setup.sharded else None)
         tracker.reset()
         seen = fake_model.Segments(model, fake_model.layers(model, setup, indices), tracker)
         batch = fake_model.inputs(setup, batch)
