@@ -7,6 +7,7 @@ whether it would take the result.
 import bisect
 import dataclasses
 import itertools
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -329,7 +330,10 @@ class _Search:
     def of(self, setup) -> memory.Estimate:
         changed = frozenset(item for item in vars(setup).items() if item[1] is not getattr(self.start, item[0]))
         if changed not in self.estimates:
-            self.estimates[changed] = self.estimate(setup)
+            try:
+                self.estimates[changed] = self.estimate(setup)
+            except Exception:  # a model may run as it is and not, say, without FSDP: such a change is never proposed
+                self.estimates[changed] = memory.Estimate(setup, {"forward": {"cannot be run": sys.maxsize}})
         return self.estimates[changed]
 
     def fits(self, setup) -> bool:

@@ -9,6 +9,7 @@ under autocast) is stood in for by functions that allocate what the accelerator'
 import contextlib
 import copy
 import functools
+import logging
 import re
 import types
 import warnings
@@ -28,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
+from transformers.integrations import moe
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl.trainer.utils import add_fused_lm_head
 
@@ -256,6 +258,11 @@ def without_memory(device: str) -> Iterator[FakeTensorMode]:
     """While open, tensors are fake, and operations allocate what they would on `device` ("cuda" or "cpu")."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(_expands())
+        # It prints a traceback of what it raises, which is reported by who catches it.
+        stack.enter_context(mock.patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
+        # PyTorch's fake product of experts takes bfloat16 only, the real one float32 too; the fallback allocates as much.
+        only = mock.patch.object(moe, "_can_use_grouped_mm", lambda states, *_: states.dtype == torch.bfloat16)
+        stack.enter_context(only)
         if device != "cpu":
             attentions = {"flash_attention_2": _flash_attention, utils.FLASH_ATTENTION_KERNEL: _flash_attention}
             stack.enter_context(mock.patch.dict(ALL_ATTENTION_FUNCTIONS._local_mapping, attentions))

@@ -152,6 +152,8 @@ def _accelerates(function, args):
 
 
 def _check_machines(args, processes: int, machines: int) -> None:
+    if processes < 0 or machines < 1:
+        raise ValueError(f"--num_processes {processes} and --num_machines {machines} must be at least 1")
     if processes < 1:
         raise ValueError("there is no device to count on this machine: say how many there will be with --num_processes")
     if processes % machines:

@@ -361,7 +361,15 @@ def meta_model(config: PretrainedConfig, trust_remote_code: bool = False, **opti
 
     Args:
         options: of `from_config`, such as `dtype` and `attn_implementation`.
+
+    Raises:
+        ValueError: Transformers has no causal language model for this configuration.
     """
+    own_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    if type(config) not in AutoModelForCausalLM._model_mapping and not own_code:
+        raise ValueError(
+            f"a {config.model_type} model is no causal language model: Transformers has no AutoModelForCausalLM for it"
+        )
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
 

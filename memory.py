@@ -369,11 +369,13 @@ def _step(setup: Setup, held: dict[str, int], units: dict[int, Unit], embedding:
         if layer.backward:
             before = gathered[i - 1] if i else first
             root = outside + (rest.gradients if setup.sharded else 0)  # reduced at the end
-            sent = (
-                units[kinds[i + 1]].gradients if two and i < last else 0
-            )  # the buffer of the last reduction is still there
+            later = units[kinds[i + 1]] if i < last else Unit()
+            sent = later.gradients if two else 0  # the buffer of the last reduction is still there
             backward.append((gathered[i] + before, root, left[i + 1], "working set", layer.backward[kind] + sent))
-            reduced.append(early or sum(trained[i + 1 :]) + (0 if setup.sharded else rest.updated))
+            # FSDP1 gives the layer before back while it is computed with: when the next is gathered, three are there.
+            waiting = 0 if two else gathered[min(i + 1, last)]
+            backward.append((gathered[i] + before + waiting, root, left[i], "working set", 0))
+            reduced += 2 * [early or sum(trained[i + 1 :]) + (0 if setup.sharded else rest.updated)]
     if two and first:  # at either end of a step
         forward.append((0, 2 * outside + 2 * first, layer.base, "working set", 0))
         backward.append((0, outside + 2 * first, layer.base, "working set", 0))

@@ -11,6 +11,7 @@ status is 0 if there is no error and it fits, 1 otherwise.
 import argparse
 import os
 import sys
+import time
 
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # read when huggingface_hub is imported, so before anything else
 
@@ -18,6 +19,7 @@ import dataclasses
 import json
 
 import psutil
+import torch
 
 import advice
 import cards
@@ -27,7 +29,7 @@ import launch as launches
 import memory
 import memory_report
 import utils
-from errors import one_line_errors
+from errors import OTHER_RANKS_WAIT_SECONDS, one_line_errors
 
 
 def read_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -110,6 +112,10 @@ def check(launch: launches.Launch, built: tuple, flags: argparse.Namespace) -> m
     command, model_args, data_args, training_args, fsdp = built
     here, card = flags.gpu is None, device(flags.gpu, training_args.use_cpu)
     config = utils.load_config(model_args.model_name_or_path, model_args.model_revision, training_args.trust_remote_code)
+    if not hasattr(config.get_text_config(), "vocab_size"):
+        raise ValueError(
+            f"--model_name_or_path {model_args.model_name_or_path}: a {config.model_type} model has no vocabulary"
+        )
     found, new_tokens, tokenizer_size = [], 0, None
     try:
         new_tokens, tokenizer_size = added_tokens(model_args, training_args, config)
@@ -134,9 +140,12 @@ def check(launch: launches.Launch, built: tuple, flags: argparse.Namespace) -> m
         )
         result.estimate = memory.estimate(setup)
         result.estimate.notes += not_modelled(training_args, result.estimate)
-    except Exception as error:  # PEFT and Transformers raise what their code happens to, for what does not fit together
+        found += lacking_positions(setup)
+    except Exception as error:  # of PEFT, Transformers or the model, whose words say what does not fit together
         if result.works:
-            found.append(findings.Finding("error", f"the model cannot be made: {' '.join(str(error).split())[:300]}"))
+            words = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            what = f"the model cannot be made and run with these arguments: {words}"
+            found.append(findings.Finding("error", what, "so what it takes is not known"))
         return result
     if flags.exact:
         import simulation  # takes seconds to import
@@ -173,6 +182,16 @@ def not_modelled(training_args, result: memory.Estimate) -> list[str]:
     if setup.quantization is not None and experts:
         notes.append("bitsandbytes quantises linear layers: the experts of this model stay in 16 bit")
     return notes
+
+
+def lacking_positions(setup: memory.Setup) -> list[findings.Finding]:
+    """A finding if rows may be longer than a table of learned positions, as GPT-2 and OPT have it."""
+    model, positions = setup.skeleton.model, getattr(setup.config.get_text_config(), "max_position_embeddings", None)
+    tables = [m for m in model.modules() if isinstance(m, torch.nn.Embedding) and m is not model.get_input_embeddings()]
+    if not positions or setup.length <= positions or not any(0 <= t.num_embeddings - positions <= 2 for t in tables):
+        return []
+    what = f"--max_length {setup.length} is more than the {positions} learned positions of the model"
+    return [findings.Finding("warning", what, "a longer row stops the run", f"--max_length {positions}")]
 
 
 def lacking_memory(result: memory_report.Report) -> list[findings.Finding]:
@@ -216,7 +235,10 @@ def of_this_launch() -> int:
     launch, flags = launches.Launch.from_environment(), read_flags([])[0]
     built = launches.build(launch)
     if os.environ.get("RANK", "0") != "0":
-        return 0 if check(launch, built, flags).works else 1
+        status = 0 if check(launch, built, flags).works else 1
+        # The launcher stops all ranks as soon as one fails, also the one that prints.
+        time.sleep(OTHER_RANKS_WAIT_SECONDS * status)
+        return status
     return report(launch, built, flags)
 
 

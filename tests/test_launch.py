@@ -168,6 +168,8 @@ def test_refused_command_lines(argv, message, monkeypatch):
         ({"distributed_type": False}, "distributed_type: False in .* must be FSDP, MULTI_GPU or 'NO'"),
         ({"distributed_type": "FSPD"}, "'FSPD' is not a valid DistributedType"),
         ({"num_processes": "eight"}, "num_processes: eight in .* must be a whole number"),
+        ({"num_processes": -2}, "--num_processes -2 and --num_machines 1 must be at least 1"),
+        ({"num_machines": -1}, "--num_machines -1 must be at least 1"),
         ({"num_processes": None}, "manually pass in `--num_processes`"),
         ({"use_cpu": "no"}, "use_cpu: no in .* must be true or false"),
         ({"fsdp_config": ["a"]}, "fsdp_config: .* must be a list of `fsdp_...: value` lines"),

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 
 import advice
 import cards
@@ -233,6 +234,13 @@ def test_a_warning_does_not_fail(argv, capsys):
     assert "warning" in capsys.readouterr().out, "4 rows are fewer than a batch of 8 processes"
 
 
+def test_rows_longer_than_learned_positions(argv, assets, tmp_path, capsys):
+    shutil.copytree(assets["bf16"], tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    transformers.GPT2Config(n_layer=1, n_embd=16, n_head=2).save_pretrained(tmp_path / "model")
+    assert preflight.run(argv("--gpu", "4090", flags=["--model_name_or_path", str(tmp_path / "model")])) == 0
+    assert "--max_length 2048 is more than the 1024 learned positions" in " ".join(capsys.readouterr().out.split())
+
+
 def test_on_the_cpu_of_this_machine(argv, capsys, monkeypatch):
     flags = ["--use_cpu", "True"]
     assert preflight.run(argv(config="fsdp2_config_cpu", flags=flags)) == 0
@@ -253,6 +261,43 @@ def test_a_model_without_a_tokenizer(argv, assets, tmp_path, capsys):
     assert preflight.run(argv("--gpu", "4090", flags=["--model_name_or_path", str(tmp_path)])) == 1
     text = " ".join(capsys.readouterr().out.split())
     assert "tokenizer" in text and "1 error" in text and "allocated" in text, "the memory is told all the same"
+
+
+@pytest.mark.parametrize(
+    "config, said",
+    [
+        (transformers.T5Config(num_layers=1), "a t5 model is no causal language model"),
+        (
+            transformers.BertConfig(num_hidden_layers=1),
+            "the model cannot be made and run with these arguments: AttributeError",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_trained(config, said, argv, assets, tmp_path, capsys):
+    shutil.copytree(assets["bf16"], tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    config.save_pretrained(tmp_path / "model")
+    assert preflight.run(argv("--gpu", "4090", flags=["--model_name_or_path", str(tmp_path / "model")])) == 1
+    text = " ".join(capsys.readouterr().out.split())
+    assert said in text and len(text) < 1000, text
+
+
+def test_a_change_that_cannot_be_run_is_not_proposed(argv, monkeypatch, capsys):
+    estimate = memory.estimate
+    monkeypatch.setattr(memory, "estimate", lambda setup: estimate(setup) if setup.checkpointing else [][0])
+    assert preflight.run(argv("--gpu", "4090")) == 0
+    text = capsys.readouterr().out
+    assert "To go faster" in text and "--gradient_checkpointing False" not in text
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_a_rank_that_prints_nothing_lets_the_first_print(works, monkeypatch):
+    waited = []
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(preflight.launches, "build", lambda launch: ())
+    monkeypatch.setattr(preflight, "check", lambda *args: SimpleNamespace(works=works))
+    monkeypatch.setattr(preflight.time, "sleep", waited.append)
+    assert preflight.of_this_launch() == (0 if works else 1)
+    assert sum(waited) == (0 if works else preflight.OTHER_RANKS_WAIT_SECONDS)
 
 
 def test_everything_that_is_written(argv, tmp_path, capsys, monkeypatch):
