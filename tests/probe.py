@@ -129,7 +129,9 @@ class Dump(TrainerCallback):
 
 class Probe(TrainerCallback):
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        FACTS.update(parameters=describe(model), frozen_before=frozen_hash(model))
+        FACTS.update(parameters=describe(model))
+        if not FACTS["memory"]:  # of a large model it takes longer than the training
+            FACTS["frozen_before"] = frozen_hash(model)
         FACTS["fsdp1_units"] = sum(isinstance(m, FSDP) for m in model.modules())
         FACTS["fsdp2_units"] = sum(isinstance(m, FSDPModule) for m in model.modules())
         FACTS["world"] = dist.get_world_size() if dist.is_initialized() else 1
@@ -140,7 +142,8 @@ class Probe(TrainerCallback):
             Path(FACTS["path"]).write_text(json.dumps(FACTS))
 
     def on_train_end(self, args, state, control, model=None, **kwargs):
-        FACTS["frozen_after"] = frozen_hash(model)
+        if not FACTS["memory"]:
+            FACTS["frozen_after"] = frozen_hash(model)
         FACTS["inv_freq"] = next(
             (b.float().tolist() for n, b in model.named_buffers() if n.endswith("rotary_emb.inv_freq")), None
         )
@@ -227,7 +230,7 @@ def run(case: dict, out: Path) -> None:
 
     os.environ.update(case.get("env", {}))
     FACTS.clear()
-    FACTS["name"] = case["name"]
+    FACTS["name"], FACTS["memory"] = case["name"], case.get("memory", False)
     FACTS["path"] = str(out / f"{case['name']}.rank{os.environ.get('RANK', '0')}.json")
     callbacks = transformers.trainer.DEFAULT_CALLBACKS
     dump = case.get("dump")

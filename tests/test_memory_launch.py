@@ -27,7 +27,7 @@ CASES = {
     "FSDP2 every weight": ("FSDP2", "small", 2, ["--use_peft_lora", "False", *KEEP]),
     "FSDP2 3 ranks": ("FSDP2", "small", 3, ["--lora_target_modules", "q_proj,down_proj"]),
     "FSDP1 QLoRA": ("FSDP1", "small", 2, [*FOUR_BIT, *KEEP]),
-    "FSDP1 3 ranks": ("FSDP1", "small", 3, ["--use_dora", "True"]),
+    "FSDP1 DoRA": ("FSDP1", "small", 2, ["--use_dora", "True"]),
     "DDP LoRA": ("DDP", "small", 2, KEEP),
     "one device LoRA": ("one device", "small", 1, KEEP),
     "FSDP2 0.2B": ("FSDP2", "0.2B", 2, []),
