@@ -48,7 +48,7 @@ def read_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--gpu", metavar="NAME", help="card the launch is for, such as h100-80gb, 4090 or 48GiB; else those here"
     )
-    parser.add_argument("--exact", action="store_true", help="also simulate a step, which takes a minute, and show both")
+    parser.add_argument("--exact", action="store_true", help="also simulate a step, some seconds more, and show both")
     parser.add_argument("--find_max_batch", action="store_true", help="also find the largest micro-batch that fits")
     parser.add_argument("--rows", type=int, metavar="N", help="training rows, to check the schedule without the data")
     parser.add_argument("--json", metavar="FILE", help="write everything as JSON; - is the terminal, instead of the tables")
