@@ -267,10 +267,7 @@ def test_a_model_without_a_tokenizer(argv, assets, tmp_path, capsys):
     "config, said",
     [
         (transformers.T5Config(num_layers=1), "a t5 model is no causal language model"),
-        (
-            transformers.BertConfig(num_hidden_layers=1),
-            "the model cannot be made and run with these arguments: AttributeError",
-        ),
+        (transformers.BertConfig(num_hidden_layers=1), "the model cannot be made and run with these arguments: "),
     ],
 )
 def test_a_model_that_cannot_be_trained(config, said, argv, assets, tmp_path, capsys):
