@@ -1,4 +1,4 @@
-"""Known accelerators by name, and those of this machine: how much memory a process can have, and how fast they are."""
+"""Known accelerators by name, and those of this machine: how much memory a process can have."""
 
 import dataclasses
 import difflib
@@ -16,43 +16,39 @@ class Card:
 
     name: str
     memory: int  # bytes, the total that CUDA reports: less than the label says, since the driver keeps some
-    tflops: float | None = None  # dense 16-bit matrix products, summed in float32; bf16, or fp16 below capability 8
-    bandwidth: int | None = None  # GB/s of its memory
-    link: str | None = None  # to other cards of the machine: "NVLink", "PCIe" or "Infinity Fabric"
     capability: tuple[int, int] | None = None  # CUDA compute capability; None on AMD
-    host_link: float | None = None  # GB/s from and to the RAM of the machine, each way
 
 
 # Memory: the "total capacity" in PyTorch's out-of-memory messages with current drivers, the smallest where they differ
-# (drivers keep more or less of it; ECC takes a sixteenth of GDDR). The rest: the vendors' data sheets.
-# GiB, TFLOPs, GB/s, link, capability, GB/s to the host, other names
+# (drivers keep more or less of it; ECC takes a sixteenth of GDDR).
+# GiB, compute capability, other names
 KNOWN = {
-    "t4": (14.56, 65, 320, "PCIe", (7, 5), 16, ""),
-    "v100-16gb": (15.77, 125, 900, "NVLink", (7, 0), 16, "v100-sxm2-16gb v100-pcie-16gb"),
-    "v100-32gb": (31.73, 125, 900, "NVLink", (7, 0), 16, "v100-sxm2-32gb v100-sxm3-32gb v100-pcie-32gb"),
-    "3060-12gb": (11.62, 25, 360, "PCIe", (8, 6), 32, "3060"),
-    "3090": (23.56, 71, 936, "PCIe", (8, 6), 32, "3090-24gb"),
-    "4070ti": (11.62, 80, 504, "PCIe", (8, 9), 32, "4070ti-12gb"),
-    "4070ti-super": (15.57, 88, 672, "PCIe", (8, 9), 32, "4070ti-super-16gb"),
-    "4080": (15.57, 97, 717, "PCIe", (8, 9), 32, "4080-16gb 4080-super"),
-    "4090": (23.52, 165, 1008, "PCIe", (8, 9), 32, "4090-24gb"),
-    "5090": (31.36, 209, 1792, "PCIe", (12, 0), 64, "5090-32gb"),
-    "a10": (21.98, 125, 600, "PCIe", (8, 6), 32, "a10-24gb"),
-    "a10g": (21.96, 70, 600, "PCIe", (8, 6), 32, "a10g-24gb"),
-    "l4": (22.03, 121, 300, "PCIe", (8, 9), 32, "l4-24gb"),
-    "l40s": (44.39, 362, 864, "PCIe", (8, 9), 32, "l40s-48gb"),
-    "a6000": (47.40, 155, 768, "PCIe", (8, 6), 32, "a6000-48gb"),
-    "rtx6000-ada": (47.37, 364, 960, "PCIe", (8, 9), 32, "6000-ada-48gb"),
-    "a100-40gb": (39.38, 312, 1555, "NVLink", (8, 0), 32, "a100-sxm4-40gb a100-pcie-40gb"),
-    "a100-80gb": (79.14, 312, 2039, "NVLink", (8, 0), 32, "a100-sxm4-80gb a100-pcie-80gb a100-80gb-pcie"),
-    "h100-80gb": (79.10, 989, 3350, "NVLink", (9, 0), 64, "h100 h100-sxm h100-80gb-hbm3"),
-    "h100-pcie": (79.10, 756, 2039, "PCIe", (9, 0), 64, "h100-pcie-80gb"),
-    "h100-nvl": (93.00, 835, 3938, "NVLink", (9, 0), 64, "h100-nvl-94gb"),
-    "h200": (139.72, 989, 4800, "NVLink", (9, 0), 64, "h200-141gb h200-sxm"),
-    "b200": (178.35, 2250, 8000, "NVLink", (10, 0), 64, "b200-180gb"),
-    "gb200": (184.31, 2500, 8000, "NVLink", (10, 0), 225, ""),
-    "mi250x": (63.98, 191, 1638, "Infinity Fabric", None, 32, ""),  # one of its two dies, which are two devices
-    "mi300x": (191.69, 1307, 5300, "Infinity Fabric", None, 64, "mi300x-oam"),
+    "t4": (14.56, (7, 5), ""),
+    "v100-16gb": (15.77, (7, 0), "v100-sxm2-16gb v100-pcie-16gb"),
+    "v100-32gb": (31.73, (7, 0), "v100-sxm2-32gb v100-sxm3-32gb v100-pcie-32gb"),
+    "3060-12gb": (11.62, (8, 6), "3060"),
+    "3090": (23.56, (8, 6), "3090-24gb"),
+    "4070ti": (11.62, (8, 9), "4070ti-12gb"),
+    "4070ti-super": (15.57, (8, 9), "4070ti-super-16gb"),
+    "4080": (15.57, (8, 9), "4080-16gb 4080-super"),
+    "4090": (23.52, (8, 9), "4090-24gb"),
+    "5090": (31.36, (12, 0), "5090-32gb"),
+    "a10": (21.98, (8, 6), "a10-24gb"),
+    "a10g": (21.96, (8, 6), "a10g-24gb"),
+    "l4": (22.03, (8, 9), "l4-24gb"),
+    "l40s": (44.39, (8, 9), "l40s-48gb"),
+    "a6000": (47.40, (8, 6), "a6000-48gb"),
+    "rtx6000-ada": (47.37, (8, 9), "6000-ada-48gb"),
+    "a100-40gb": (39.38, (8, 0), "a100-sxm4-40gb a100-pcie-40gb"),
+    "a100-80gb": (79.14, (8, 0), "a100-sxm4-80gb a100-pcie-80gb a100-80gb-pcie"),
+    "h100-80gb": (79.10, (9, 0), "h100 h100-sxm h100-80gb-hbm3"),
+    "h100-pcie": (79.10, (9, 0), "h100-pcie-80gb"),
+    "h100-nvl": (93.00, (9, 0), "h100-nvl-94gb"),
+    "h200": (139.72, (9, 0), "h200-141gb h200-sxm"),
+    "b200": (178.35, (10, 0), "b200-180gb"),
+    "gb200": (184.31, (10, 0), ""),
+    "mi250x": (63.98, None, ""),  # one of its two dies, which are two devices
+    "mi300x": (191.69, None, "mi300x-oam"),
 }  # fmt: skip
 
 

@@ -48,7 +48,7 @@ def test_cards_are_found_however_they_are_written(name, card):
     assert found.name == card
     label = {"h200": 141, "b200": 192, "gb200": 192, "mi250x": 64, "mi300x": 192}  # GB
     assert 4 * GIB < found.memory <= label.get(card, 96) * GIB
-    assert found.tflops > 20 and found.bandwidth >= 300 and found.host_link >= 16
+    assert found.capability is None or (7, 0) <= found.capability <= (12, 0)
 
 
 def test_a_size_is_a_card():
@@ -83,8 +83,8 @@ def test_cards_of_this_machine(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", devices.__getitem__)
     known, unknown = cards.present()
-    assert (known.name, known.memory, known.tflops) == ("h200", 150 * 10**9, 989)
-    assert (unknown.name, unknown.memory, unknown.capability, unknown.tflops) == ("NVIDIA Nonesuch", 10**10, (7, 5), None)
+    assert (known.name, known.memory, known.capability) == ("h200", 150 * 10**9, (9, 0))
+    assert (unknown.name, unknown.memory, unknown.capability) == ("NVIDIA Nonesuch", 10**10, (7, 5))
     assert preflight.device(None, use_cpu=False) == unknown, "the smallest card decides"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cards.present() == []
