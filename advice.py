@@ -63,10 +63,6 @@ class Step:
 Options = list[tuple[str, dict]]  # (what to write, the fields of the setup that change), the mildest first
 
 
-def _sharded(setup) -> bool:
-    return setup.strategy.startswith("FSDP")
-
-
 def _config(name: str, ranks: int, setup) -> str:
     name += "_qlora" if setup.offload_params and name == "fsdp2_config" else ""
     return f"--config_file configs/{name}.yaml --num_processes {ranks}"
@@ -113,7 +109,7 @@ def _ddp_to_fsdp2(setup) -> Options:
 
 
 def _shard_all(setup) -> Options:
-    if not _sharded(setup) or (setup.reshard_after_forward and setup.shard_ranks == setup.ranks):
+    if not setup.sharded or (setup.reshard_after_forward and setup.shard_ranks == setup.ranks):
         return []
     line = "fsdp_sharding_strategy: FULL_SHARD" if setup.strategy == "FSDP1" else "fsdp_reshard_after_forward: true"
     return [(f"{line} (Accelerate config)", {"reshard_after_forward": True, "shard_ranks": setup.ranks})]
@@ -156,7 +152,7 @@ def _to_nf4(setup) -> Options:
 
 
 def _offload_parameters(setup) -> Options:
-    if not _sharded(setup) or setup.offload_params or setup.device != "cuda":
+    if not setup.sharded or setup.offload_params or setup.device != "cuda":
         return []
     return [("fsdp_offload_params: true (Accelerate config)", {"offload_params": True})]
 
@@ -166,9 +162,9 @@ def _more_ranks(setup) -> Options:
     for ranks in [*range(2, 8), *range(8, 65, 8), 128, 256, 512]:
         if ranks <= setup.ranks:
             continue
-        change = f"--num_processes {ranks}" if _sharded(setup) else _config("fsdp2_config", ranks, setup)
+        change = f"--num_processes {ranks}" if setup.sharded else _config("fsdp2_config", ranks, setup)
         fields = {
-            "strategy": setup.strategy if _sharded(setup) else "FSDP2",
+            "strategy": setup.strategy if setup.sharded else "FSDP2",
             "ranks": ranks,
             "ranks_here": min(ranks, 8),
             "shard_ranks": ranks,
@@ -239,7 +235,7 @@ def _no_checkpointing(setup) -> Options:
 
 
 def _fsdp_to_ddp(setup) -> Options:
-    if not _sharded(setup) or setup.ranks == 1:
+    if not setup.sharded or setup.ranks == 1:
         return []
     fields = {"strategy": "DDP", "shard_ranks": 1, "offload_params": False}
     return [(_config("ddp_config", setup.ranks, setup), fields)]
@@ -252,7 +248,7 @@ def _larger_micro_batch(setup) -> Options:
 
 
 def _keep_gathered(setup) -> Options:
-    if not _sharded(setup) or not setup.reshard_after_forward or not 1 < setup.shard_ranks == setup.ranks:
+    if not setup.sharded or not setup.reshard_after_forward or not 1 < setup.shard_ranks == setup.ranks:
         return []
     line = "fsdp_sharding_strategy: SHARD_GRAD_OP" if setup.strategy == "FSDP1" else "fsdp_reshard_after_forward: false"
     return [(f"{line} (Accelerate config)", {"reshard_after_forward": False})]
@@ -277,7 +273,7 @@ FASTER = [
 def allowed(setup) -> bool:
     """Whether train.py's checks take it."""
     fsdp = None
-    if _sharded(setup):
+    if setup.sharded:
         fsdp = checks.FsdpSettings(
             version=int(setup.strategy.removeprefix("FSDP")),
             sharding_strategy="FULL_SHARD",

@@ -245,3 +245,9 @@ def choose_pad_token(tokenizer: PreTrainedTokenizerBase) -> None:
     usable = [token for token in candidates if token in vocabulary and token != tokenizer.eos_token]
     # Padded positions are neither attended to nor supervised, so an added PAD needs no training.
     tokenizer.add_special_tokens({"pad_token": usable[0] if usable else "<pad>"})
+
+
+def unfilled_rows(tokenizer, new_token_ids: list[int], config) -> list[int]:
+    """Embedding rows that no checkpoint fills and that are trained: of tokens added here, or before without resizing."""
+    beyond = range(config.get_text_config().vocab_size, len(tokenizer))
+    return sorted({*new_token_ids, *beyond} - {tokenizer.pad_token_id})

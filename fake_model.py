@@ -135,7 +135,7 @@ def build(setup, indices: list[int]) -> nn.Module:
     if setup.lora is not None or (setup.sharded and setup.mixed is not None):
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.data = parameter.data.to(setup.adapter_dtype if setup.lora is not None else torch.float32)
+                parameter.data = parameter.data.to(setup.trained_dtype)
     _with_packed_weights(model, setup.storage, setup.nested)
     if setup.strategy == "FSDP1" and (setup.mixed is not None or setup.quantization is not None):
         peft_fsdp.keep_lora_input_dtype(model)

@@ -94,8 +94,7 @@ def added_tokens(model_args, training_args, config) -> tuple[int, int]:
         training_args.trust_remote_code,
         model_args.new_special_tokens,
     )
-    unfilled = range(config.get_text_config().vocab_size, len(tokenizer))
-    return len({*new_ids, *unfilled} - {tokenizer.pad_token_id}), len(tokenizer)
+    return len(chat.unfilled_rows(tokenizer, new_ids, config)), len(tokenizer)
 
 
 def check(launch: launches.Launch, built: tuple, flags: argparse.Namespace) -> memory_report.Report:

@@ -79,9 +79,7 @@ def main(argv: list[str] | None = None) -> AdapterSFTTrainer:
         fingerprint = on_main(prepared.fingerprint)
         if training_args.resume_from_checkpoint is not None:
             notes += checks.check_data(training_args, fingerprint, model_args)
-        # Embedding rows that no checkpoint fills are trained: of tokens added here, or before without resizing the model.
-        unfilled = range(config.get_text_config().vocab_size, len(tokenizer))
-        new_token_ids = sorted({*new_token_ids, *unfilled} - {tokenizer.pad_token_id})
+        new_token_ids = chat.unfilled_rows(tokenizer, new_token_ids, config)
 
         # Model and LoRA configuration.
         model, deferred = utils.create_and_prepare_model(

@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaConfig
 
 import advice
+import memory
 
 GIB = 2**30
 CONFIG = LlamaConfig(num_hidden_layers=1, hidden_size=32, intermediate_size=64, num_attention_heads=2)
@@ -18,6 +19,7 @@ CONFIG = LlamaConfig(num_hidden_layers=1, hidden_size=32, intermediate_size=64, 
 class Setup:
     """The fields of `memory.Setup` that advice looks at."""
 
+    sharded = memory.Setup.sharded
     config: LlamaConfig
     strategy: str
     ranks: int
